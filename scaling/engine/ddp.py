@@ -1,0 +1,101 @@
+"""Data parallel: every rank holds the whole model and the gradients are averaged once per optimizer step."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
+from torch.nn.parallel import DistributedDataParallel
+
+from scaling.engine.precision import Precision
+from scaling.engine.single import SingleEngine
+from scaling.workload import Batch, Workload
+
+MIB = 2**20
+
+
+class DDPEngine(SingleEngine):
+    """torch DistributedDataParallel: buckets are reduced while backward runs.
+
+    `static_graph` is not offered: it fails inside the reducer together with accumulation.
+    """
+
+    def __init__(
+        self,
+        workload: Workload,
+        optimizer: torch.optim.Optimizer,
+        precision: Precision,
+        world_size: int,
+        *,
+        bucket_mb: float = 25.0,
+        clip: float | None = None,
+    ) -> None:
+        super().__init__(workload, optimizer, precision, clip=clip)
+        self.reduce_dtype = precision.reduce_dtype
+        self._world_size = world_size
+        device = self._parameters[0].device
+        self._ddp = DistributedDataParallel(
+            workload.module,
+            device_ids=None if device.type == "cpu" else [device],
+            bucket_cap_mb=bucket_mb,
+            gradient_as_bucket_view=True,
+        )
+        if precision.reduce_dtype == torch.bfloat16:
+            self._ddp.register_comm_hook(None, bf16_compress_hook)
+        self._forward = self._ddp
+
+    def accumulate(self, batch: Batch, *, last: bool) -> Tensor:
+        if last:
+            return self._backward(batch, self._world_size)
+        with self._ddp.no_sync():  # around the forward too: it is the forward that arms the reducer
+            return self._backward(batch, self._world_size)
+
+
+class DeferredEngine(SingleEngine):
+    """Data parallel without overlap: buckets of the same size, reduced one after another after the last backward."""
+
+    def __init__(
+        self,
+        workload: Workload,
+        optimizer: torch.optim.Optimizer,
+        precision: Precision,
+        world_size: int,
+        *,
+        bucket_mb: float = 25.0,
+        clip: float | None = None,
+    ) -> None:
+        super().__init__(workload, optimizer, precision, clip=clip)
+        self.reduce_dtype = precision.reduce_dtype
+        self._world_size = world_size
+        self._buckets = split_into_buckets(list(reversed(self._parameters)), int(bucket_mb * MIB))
+        for tensor in [*self._parameters, *self.module.buffers()]:
+            dist.broadcast(tensor.detach(), src=0)  # as DistributedDataParallel does when it wraps
+
+    def accumulate(self, batch: Batch, *, last: bool) -> Tensor:
+        loss = self._backward(batch, self._world_size)
+        if last:
+            self._reduce()
+        return loss
+
+    @torch.no_grad()
+    def _reduce(self) -> None:
+        for bucket in self._buckets:
+            gradients = [p.grad for p in bucket if p.grad is not None]
+            flat = torch.cat([g.flatten() for g in gradients]).div_(self._world_size).to(self.reduce_dtype)
+            dist.all_reduce(flat)
+            parts = flat.split([g.numel() for g in gradients])
+            torch._foreach_copy_(gradients, [part.view_as(g) for part, g in zip(parts, gradients, strict=True)])
+
+
+def split_into_buckets(parameters: list[torch.nn.Parameter], limit_bytes: int) -> list[list[torch.nn.Parameter]]:
+    """Consecutive parameters of one type, each bucket closed as soon as it holds `limit_bytes`, as DDP packs them."""
+    buckets: list[list[torch.nn.Parameter]] = [[]]
+    size = 0
+    for parameter in parameters:
+        if buckets[-1] and (size >= limit_bytes or parameter.dtype != buckets[-1][0].dtype):
+            buckets.append([])
+            size = 0
+        buckets[-1].append(parameter)
+        size += parameter.numel() * parameter.element_size()
+    return buckets

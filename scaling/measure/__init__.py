@@ -1,0 +1,1 @@
+"""Timing, statistics, and the checks that make a number believable."""

@@ -1,0 +1,144 @@
+"""What an optimizer step really sends, counted from the collectives that were issued in untimed steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from scaling.engine import Engine
+from scaling.workload import Batch
+
+# Operator of c10d -> (kind, which argument holds S as nccl-tests defines it: the gathered output, the scattered input).
+KINDS = {
+    "allreduce_": ("all_reduce", 0),
+    "allreduce_coalesced_": ("all_reduce", 0),
+    "allgather_": ("all_gather", 0),
+    "_allgather_base_": ("all_gather", 0),
+    "allgather_coalesced_": ("all_gather", 0),
+    "allgather_into_tensor_coalesced_": ("all_gather", 0),
+    "reduce_scatter_": ("reduce_scatter", 1),
+    "_reduce_scatter_base_": ("reduce_scatter", 1),
+    "reduce_scatter_tensor_coalesced_": ("reduce_scatter", 1),
+    "alltoall_": ("all_to_all", 1),
+    "alltoall_base_": ("all_to_all", 1),
+    "broadcast_": ("broadcast", 0),
+    "reduce_": ("reduce", 0),
+    "gather_": ("gather", 0),
+    "scatter_": ("scatter", 1),
+    "send": ("send", 0),
+    "recv_": ("recv", 0),
+}
+REDUCTIONS = ("all_reduce", "reduce_scatter", "reduce")
+# Operators whose result the host has to see before it can go on.
+HOST_READS = {
+    "aten::_local_scalar_dense",
+    "aten::equal",
+    "aten::nonzero",
+    "aten::masked_select",
+    "aten::_unique2",
+    "aten::unique_dim",
+    "aten::unique_consecutive",
+    "aten::repeat_interleave.Tensor",
+}
+COPIES = {"aten::_to_copy", "aten::copy_"}
+
+
+def busbw_factor(kind: str, n: int) -> float:
+    """Bytes per rank on the wire for each byte of S: nccl-tests, doc/PERFORMANCE.md."""
+    if kind == "all_reduce":
+        return 2 * (n - 1) / n
+    if kind in ("all_gather", "reduce_scatter", "all_to_all"):
+        return (n - 1) / n
+    return 1.0
+
+
+@dataclass(frozen=True)
+class Collective:
+    kind: str
+    payload_bytes: int  # S
+    elements: int
+
+
+class Recorder(TorchDispatchMode):
+    """Notes collectives and host synchronisations of everything that runs inside, backward included."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.collectives: list[Collective] = []
+        self.host_syncs = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func.namespace == "c10d" and (known := KINDS.get(func._schema.name.split("::")[1])):
+            kind, argument = known
+            tensors = [leaf for leaf in tree_leaves(args[argument]) if isinstance(leaf, Tensor)]
+            self.collectives.append(Collective(kind, sum(t.nbytes for t in tensors), sum(t.numel() for t in tensors)))
+        elif _reads_host(func, args, kwargs):
+            self.host_syncs += 1
+        return func(*args, **kwargs)
+
+
+def _reads_host(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    name = func._schema.name
+    if name in HOST_READS:
+        return True
+    if name not in COPIES or kwargs.get("non_blocking"):
+        return False
+    if name == "aten::copy_":
+        to_host, source = args[0].device.type == "cpu", args[1]
+        blocking = not (len(args) > 2 and args[2])
+    else:
+        to_host, source, blocking = torch.device(kwargs.get("device") or args[0].device).type == "cpu", args[0], True
+    return bool(to_host and blocking and source.device.type != "cpu")
+
+
+@dataclass
+class StepCount:
+    """One optimizer step of this rank: its collectives by micro-step (the update is the last entry)."""
+
+    world_size: int
+    micro_steps: list[list[Collective]] = field(default_factory=list)
+    host_syncs: int = 0
+
+    @property
+    def bytes(self) -> dict[str, float]:
+        """Per kind: payload x busbw factor."""
+        total: dict[str, float] = {}
+        for collective in (c for micro_step in self.micro_steps for c in micro_step):
+            sent = collective.payload_bytes * busbw_factor(collective.kind, self.world_size)
+            total[collective.kind] = total.get(collective.kind, 0.0) + sent
+        return total
+
+    @property
+    def syncs(self) -> int:
+        """Micro-steps in which gradients are reduced, the update counting for the last; scalars are no gradients."""
+        *micro_steps, update = [any(c.kind in REDUCTIONS and c.elements > 1 for c in m) for m in self.micro_steps]
+        return sum(micro_steps) + (update and not micro_steps[-1])
+
+    def reduces(self, gradient_bytes: int) -> bool:
+        """Whether at least (n-1)/n of the gradients' bytes were reduced: less cannot have averaged them."""
+        reduced = sum(size for kind, size in self.bytes.items() if kind in REDUCTIONS)
+        return reduced >= (self.world_size - 1) / self.world_size * gradient_bytes
+
+
+def count_step(engine: Engine, next_batch: Callable[[], Batch], accumulation_steps: int, world_size: int) -> StepCount:
+    """Run one optimizer step and count what it issues; slower than a real one, so never timed."""
+    count = StepCount(world_size)
+
+    def record(part: Callable[[], object]) -> None:
+        with Recorder() as recorder:
+            part()
+        count.micro_steps.append(recorder.collectives)
+        count.host_syncs += recorder.host_syncs
+
+    for micro_step in range(1, accumulation_steps + 1):
+        batch = next_batch()
+        record(lambda batch=batch, last=micro_step == accumulation_steps: engine.accumulate(batch, last=last))  # type: ignore[misc]
+    record(engine.step)
+    return count

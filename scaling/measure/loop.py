@@ -1,0 +1,52 @@
+"""One optimizer step of a measured run, and what is noted of it without waiting for the device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from scaling.engine import Engine
+from scaling.measure.clock import now
+from scaling.workload import Batch
+
+
+@dataclass(frozen=True, slots=True)
+class Noted:
+    """One step of this rank. `loss` and `skipped` stay on the device until the window is over."""
+
+    data_wait_s: float
+    samples: int
+    targets: int
+    loss: Tensor
+    skipped: Tensor | int  # steps skipped so far
+
+
+class TrainingLoop:
+    """Takes micro-batches from the loader and trains on them; the same object warms up and is measured."""
+
+    def __init__(self, engine: Engine, batches: Iterator[Batch], accumulation_steps: int) -> None:
+        self.engine = engine
+        self.noted: list[Noted] = []
+        self.shapes: set[tuple[torch.Size, ...]] = set()
+        self._batches = batches
+        self._accumulation_steps = accumulation_steps
+
+    def step(self) -> None:
+        """`accumulation_steps` micro-batches and one update."""
+        wait, samples, targets = 0.0, 0, 0
+        loss: Tensor | None = None
+        for micro_step in range(1, self._accumulation_steps + 1):
+            asked = now()
+            batch = next(self._batches)
+            wait += now() - asked
+            samples += batch.samples
+            targets += batch.targets
+            self.shapes.add(tuple(tensor.shape for tensor in batch.tensors.values()))
+            share = self.engine.accumulate(batch, last=micro_step == self._accumulation_steps)
+            loss = share if loss is None else loss + share
+        self.engine.step()
+        assert loss is not None
+        self.noted.append(Noted(wait, samples, targets, loss, self.engine.skipped))

@@ -1,0 +1,141 @@
+"""The rows and the summary of a run, from what its parts learnt."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from scaling.config import TrainConfig
+from scaling.engine import Engine
+from scaling.measure.collectives import StepCount
+from scaling.measure.loop import Noted
+from scaling.results.record import SCHEMA_VERSION, Link, Memory, Step, Summary, Timing
+from scaling.workload import Workload
+from scaling.world import World
+
+
+class RankStep(NamedTuple):
+    """One step as one rank saw it; `skipped` counts from the start of the run."""
+
+    seconds: float
+    data_wait_s: float
+    samples: int
+    targets: int
+    loss: float
+    skipped: int
+
+
+def rank_steps(seconds: Sequence[float], noted: Sequence[Noted]) -> list[RankStep]:
+    """Bring the losses and the skip counts of this rank to the host, once, after the window."""
+    losses = torch.stack([n.loss.float() for n in noted]).tolist()
+    return [
+        RankStep(s, n.data_wait_s, n.samples, n.targets, loss, int(n.skipped))
+        for s, n, loss in zip(seconds, noted, losses, strict=True)
+    ]
+
+
+def job_steps(ranks: Sequence[Sequence[RankStep]], warmup_steps: int, block_steps: int) -> list[Step]:
+    """The rows of `steps.jsonl`: times per rank, samples, targets and loss of the whole job."""
+    steps = []
+    before = [0] * len(ranks)
+    for index, row in enumerate(zip(*ranks, strict=True)):
+        measured = index - warmup_steps
+        loss = sum(rank.loss for rank in row)
+        skipped = [rank.skipped for rank in row]
+        steps.append(
+            Step(
+                step=index,
+                warmup=measured < 0,
+                block=None if measured < 0 else measured // block_steps,
+                seconds=[rank.seconds for rank in row],
+                data_wait_s=[rank.data_wait_s for rank in row],
+                samples=sum(rank.samples for rank in row),
+                target_tokens=sum(rank.targets for rank in row),
+                loss=loss if math.isfinite(loss) else None,
+                skipped=skipped != before,
+            )
+        )
+        before = skipped
+    return steps
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What was learnt besides the steps, already brought together over ranks."""
+
+    run_id: str
+    data: str
+    block_steps: int
+    flops_per_step: int | None
+    peak_memory: Memory
+    count: StepCount
+    gradients_reduced: bool | None
+    parameters_agree: bool | None
+    threads: int
+    cores_per_rank: int | None
+    flags: list[str]
+
+
+def compose(
+    config: TrainConfig, world: World, workload: Workload, engine: Engine, *, timing: Timing, facts: Facts
+) -> Summary:
+    """`summary.json` of a training run; what this version cannot measure is None."""
+    micro, accumulation, total = config.batch.sizes
+    flops = facts.flops_per_step
+    return Summary(
+        **{name: value for name, value in vars(timing).items() if name != "flags"},
+        schema_version=SCHEMA_VERSION,
+        run_id=facts.run_id,
+        command="train",
+        model=config.model.name,
+        strategy=config.strategy.name,
+        precision=config.precision.name,
+        parameter_dtype=dtype_name(next(engine.module.parameters()).dtype) or "",
+        gather_dtype=dtype_name(engine.gather_dtype),
+        reduce_dtype=dtype_name(engine.reduce_dtype),
+        optimizer=config.optimizer.name,
+        compile=config.compile,
+        checkpointing=False,
+        data=facts.data,
+        device_name=str(world.members[0].device_name),
+        threads=facts.threads,
+        cores_per_rank=facts.cores_per_rank,
+        world_size=world.size,
+        nodes=world.launch.nodes,
+        micro_batch_size=micro,
+        accumulation_steps=accumulation,
+        global_batch_size=total,
+        sequence_length=workload.sequence_length,
+        parameters=workload.parameters,
+        flops_per_step=flops,
+        block_steps=facts.block_steps,
+        samples_per_s_per_device=timing.samples_per_s / world.size,
+        tflops_per_device=None if flops is None else flops / timing.step_time_s.mean / world.size / 1e12,
+        mfu=None,
+        hfu=None,
+        peak_memory_gib=facts.peak_memory,
+        host_syncs_per_step=facts.count.host_syncs,
+        syncs_per_step=facts.count.syncs,
+        comm_bytes_per_step=facts.count.bytes,
+        wait_s=None,
+        comm_s=None,
+        overlapped_comm_s=None,
+        exposed_comm_s=None,
+        gradient_sync_cost_s=None,
+        contention_s=None,
+        link=Link("auto", None, None),
+        gradients_reduced=facts.gradients_reduced,
+        parameters_agree=facts.parameters_agree,
+        energy_j=None,
+        clock_mhz=None,
+        flags=timing.flags + facts.flags,
+    )
+
+
+def dtype_name(dtype: torch.dtype | None) -> str | None:
+    """`float32` for torch.float32."""
+    return None if dtype is None else str(dtype).removeprefix("torch.")

@@ -1,0 +1,1 @@
+"""Tables for people. Imports no torch."""

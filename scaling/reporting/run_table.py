@@ -1,0 +1,95 @@
+"""The summary of one run as a person reads it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+# What each flag means for the number beside it.
+FLAGS = {
+    "unsteady": "step times vary by more than 10 %",
+    "drift": "the second half of the window is more than 2 % off the first",
+    "few_samples": "fewer than 20 steps or 4 blocks: the interval says little",
+    "data_bound": "more than 5 % of the window went into waiting for data",
+    "host_bound": "the device ran dry between blocks: the host issues work too slowly",
+    "oversubscribed": "more busy threads than cores: ranks take turns, no efficiency is computed",
+    "skipped_steps": "loss scaling left steps out",
+    "nonfinite_loss": "the loss became infinite or NaN",
+    "varying_shapes": "input shapes changed while compilation or kernel search was on",
+    "mixed_devices": "the ranks run on different device models",
+    "gradients_not_reduced": "the gradients were not averaged over ranks: this is not data-parallel training",
+    "parameters_disagree": "the ranks hold different weights: this is not data-parallel training",
+}
+
+
+def print_run(summary: dict[str, Any], console: Console | None = None) -> None:
+    """A two-column table on standard output, flags below it."""
+    console = console or Console(highlight=False, soft_wrap=True)
+    table = Table(show_header=False, box=None, pad_edge=False)
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column(overflow="fold")
+    for name, value in _rows(summary):
+        table.add_row(name, value)
+    console.print(table)
+    for flag in summary["flags"]:
+        console.print(f"! {flag}: {FLAGS.get(flag, 'see the documentation')}", style="yellow", markup=False)
+
+
+def _rows(s: dict[str, Any]) -> list[tuple[str, str]]:
+    time, memory = s["step_time_s"], s["peak_memory_gib"]
+    half = None if time["ci95"] is None else (time["ci95"][1] - time["ci95"][0]) / 2
+    spread = "" if half is None else f" ± {half * 1e3:.2f} (95 %)"
+    batch = f"{s['micro_batch_size']} x {s['accumulation_steps']} x {s['world_size']}"
+    warm = f"{s['warmup_steps']} warm-up steps before"
+    rows = [
+        ("run", f"{s['model']}, {s['strategy']}, {s['precision']}, {s['data']} data"),
+        ("devices", _devices(s)),
+        ("batch", f"{batch} = {s['global_batch_size']} samples per step (micro x accumulation x ranks)"),
+        (
+            "step time",
+            f"{time['mean'] * 1e3:.2f}{spread} ms, median {time['median'] * 1e3:.2f}, p95 {time['p95'] * 1e3:.2f}",
+        ),
+        ("measured", f"{s['measured_steps']} steps in {time['blocks']} blocks, {s['window_s']:.2f} s; {warm}"),
+        ("samples/s", f"{s['samples_per_s']:,.2f}, per device {s['samples_per_s_per_device']:,.2f}"),
+    ]
+    if s["tokens_per_s"] is not None:
+        targets = s["target_tokens_per_s"]
+        in_loss = "" if targets is None else f", in the loss {targets:,.0f}"
+        rows.append(("tokens/s", f"{s['tokens_per_s']:,.0f}{in_loss}"))
+    if s["tflops_per_device"] is not None:
+        rows.append(
+            ("TFLOPS/device", f"{s['tflops_per_device']:.4g} ({s['flops_per_step'] / 1e9:,.2f} GFLOP per step)")
+        )
+    if memory["allocated"] is not None:
+        held = "" if memory["reserved"] is None else f" allocated, {memory['reserved']:.2f} reserved"
+        rows.append(("peak memory", f"{memory['allocated']:.2f} GiB{held} ({memory['kind'].replace('_', ' ')})"))
+    rows.append(("waiting for data", f"{s['data_wait_s'] / s['window_s']:.2%} of the window"))
+    if s["world_size"] > 1:
+        sent = sum(s["comm_bytes_per_step"].values())
+        rows.append(
+            ("communication", f"{s['syncs_per_step']} gradient reduction(s) per step, {sent / 1e6:,.2f} MB per rank")
+        )
+        rows.append(
+            (
+                "checked",
+                f"gradients reduced: {_yes(s['gradients_reduced'])}, parameters agree: {_yes(s['parameters_agree'])}",
+            )
+        )
+    rows.append(("loss", f"{_number(s['loss']['first'])} -> {_number(s['loss']['last'])}"))
+    return rows
+
+
+def _devices(s: dict[str, Any]) -> str:
+    if s["peak_memory_gib"]["kind"] != "host_resident":
+        return f"{s['world_size']} x {s['device_name']}"
+    return f"{s['world_size']} rank(s) on {s['device_name']}, {s['threads']} thread(s) each"
+
+
+def _yes(value: bool | None) -> str:
+    return {True: "yes", False: "NO", None: "not checked"}[value]
+
+
+def _number(value: float | None) -> str:
+    return "not finite" if value is None else f"{value:.4f}"

@@ -1,0 +1,139 @@
+"""The contract of `steps.jsonl` and `summary.json`. Fields may be added, not renamed; units are in the names.
+
+Every field means what MEASURING.md (docs/measuring.md) says; `None` is "not measured" or "could not be measured".
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+SCHEMA_VERSION = 1
+
+
+@dataclass(frozen=True)
+class Step:
+    """One optimizer step of the whole job; the lists hold one entry per rank."""
+
+    step: int
+    warmup: bool
+    block: int | None  # None for warm-up steps
+    seconds: list[float]
+    data_wait_s: list[float]
+    samples: int
+    target_tokens: int | None
+    loss: float | None  # None where it is not finite
+    skipped: bool
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Seconds per optimizer step, slowest rank. `ci95` is None with fewer than two blocks."""
+
+    mean: float
+    median: float
+    p95: float
+    p99: float
+    cv: float | None
+    ci95: tuple[float, float] | None
+    blocks: int
+
+
+@dataclass(frozen=True)
+class Timing:
+    """What the steps alone say: the part of the summary that can be recomputed from `steps.jsonl`."""
+
+    warmup_steps: int
+    measured_steps: int
+    skipped_steps: int
+    window_s: float
+    step_time_s: StepTime
+    samples_per_s: float
+    tokens_per_s: float | None
+    target_tokens_per_s: float | None
+    data_wait_s: float
+    loss: dict[str, float | None]  # first and last measured step
+    slowest_rank: int | None  # None at world size 1
+    rank_spread: float | None  # slowest rank's window over the fastest's, minus 1
+    flags: list[str]
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Peak over the window, the largest over ranks. `kind` says whose: "device" or "host_resident"."""
+
+    allocated: float | None
+    reserved: float | None
+    kind: str
+
+
+@dataclass(frozen=True)
+class Link:
+    """What was asked for, what carried the bytes, and how we know; no observation, no label."""
+
+    requested: str
+    observed: str | None
+    evidence: str | None
+
+
+@dataclass(frozen=True)
+class Summary:
+    """`summary.json`: one measurement. A field without `_per_device` is the whole job's."""
+
+    schema_version: int
+    run_id: str
+    command: str
+    model: str
+    strategy: str
+    precision: str
+    parameter_dtype: str
+    gather_dtype: str | None
+    reduce_dtype: str | None
+    optimizer: str
+    compile: bool
+    checkpointing: bool
+    data: str
+    device_name: str
+    threads: int
+    cores_per_rank: int | None  # None where ranks are not bound to cores
+    world_size: int
+    nodes: int
+    micro_batch_size: int
+    accumulation_steps: int
+    global_batch_size: int
+    sequence_length: int | None
+    parameters: int
+    flops_per_step: int | None
+    warmup_steps: int
+    measured_steps: int
+    skipped_steps: int
+    window_s: float
+    step_time_s: StepTime
+    samples_per_s: float
+    samples_per_s_per_device: float
+    tokens_per_s: float | None
+    target_tokens_per_s: float | None
+    tflops_per_device: float | None
+    mfu: float | None
+    hfu: float | None
+    peak_memory_gib: Memory
+    data_wait_s: float
+    host_syncs_per_step: float | None
+    syncs_per_step: int | None
+    comm_bytes_per_step: dict[str, float] | None
+    wait_s: float | None
+    comm_s: float | None
+    overlapped_comm_s: float | None
+    exposed_comm_s: float | None
+    gradient_sync_cost_s: dict[str, Any] | None
+    contention_s: float | None
+    link: Link
+    gradients_reduced: bool | None
+    parameters_agree: bool | None
+    loss: dict[str, float | None]
+    energy_j: float | None
+    clock_mhz: float | None
+    flags: list[str] = field(default_factory=list)
+    slowest_rank: int | None = None
+    rank_spread: float | None = None
+    block_steps: int | None = None

@@ -1,0 +1,103 @@
+"""The run directory: rank 0 owns it, nothing in it is ever overwritten, and `summary.json` comes last."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Iterable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from scaling.results.record import Step, Summary
+
+
+def make_run_dir(output_dir: str, slug: str, digest: str, run_dir: str | None = None) -> Path:
+    """Make `output_dir/<slug>-<digest>-<nn>` with the first free nn, or exactly `run_dir`. Raises ValueError."""
+    try:
+        if run_dir is not None:
+            path = Path(run_dir)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.mkdir()
+            return path.resolve()
+        parent = Path(output_dir)
+        parent.mkdir(parents=True, exist_ok=True)
+        number = 1
+        while True:
+            path = parent / f"{slug}-{digest}-{number:02d}"
+            try:
+                path.mkdir()  # atomic: two launches never share a folder
+                return path.resolve()
+            except FileExistsError:
+                number += 1
+    except FileExistsError as error:
+        if run_dir is not None and Path(run_dir).is_dir():
+            raise ValueError(
+                f"run_dir={run_dir}: exists already, and no run is overwritten; name a new folder"
+            ) from error
+        raise ValueError(
+            f"{_key(run_dir)}={run_dir or output_dir}: {error.filename} is a file, not a folder"
+        ) from error
+    except OSError as error:
+        raise ValueError(f"{_key(run_dir)}={run_dir or output_dir}: cannot write there ({error.strerror})") from error
+
+
+def _key(run_dir: str | None) -> str:
+    return "output_dir" if run_dir is None else "run_dir"
+
+
+def write_config(run_dir: Path, config: dict[str, Any], command: str) -> None:
+    """`config.yaml`: the resolved config, and the command that repeats the run."""
+    text = yaml.safe_dump(config | {"command": command}, sort_keys=False, allow_unicode=True)
+    _write(run_dir / "config.yaml", text)
+
+
+def write_environment(run_dir: Path, environment: dict[str, Any]) -> None:
+    _write(run_dir / "environment.json", json.dumps(environment, indent=2) + "\n")
+
+
+def write_steps(run_dir: Path, steps: Iterable[Step]) -> None:
+    """`steps.jsonl`: one line per optimizer step, warm-up included."""
+    _write(run_dir / "steps.jsonl", "".join(json.dumps(asdict(step), allow_nan=False) + "\n" for step in steps))
+
+
+def read_steps(run_dir: Path) -> list[Step]:
+    lines = (run_dir / "steps.jsonl").read_text().splitlines()
+    return [Step(**json.loads(line)) for line in lines]
+
+
+def write_summary(run_dir: Path, summary: Summary) -> None:
+    """`summary.json`: its presence means that the run completed."""
+    _write(run_dir / "summary.json", json.dumps(asdict(summary), indent=2, allow_nan=False) + "\n")
+
+
+def write_error(run_dir: Path, kind: str, rank: int, message: str, trace: str | None = None) -> bool:
+    """`error.json`, by the first rank that gets there; False if another was first or the run had completed."""
+    if (run_dir / "summary.json").exists():
+        return False
+    content = json.dumps({"kind": kind, "rank": rank, "message": message, "traceback": trace}, indent=2) + "\n"
+    try:
+        _write(run_dir / "error.json", content, replace=False)
+    except OSError:  # another rank was first, or the folder is gone: there is nobody left to tell
+        return False
+    return True
+
+
+def _write(path: Path, text: str, *, replace: bool = True) -> None:
+    """Write whole or not at all: a temporary file in the same folder, then a rename (or, exclusively, a link)."""
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(handle, "w") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        Path(temporary).chmod(0o644)
+        if replace:
+            Path(temporary).replace(path)
+        else:
+            path.hardlink_to(temporary)
+    finally:
+        Path(temporary).unlink(missing_ok=True)

@@ -1,0 +1,77 @@
+"""One training measurement: torchrun --nproc_per_node=N -m scaling.train [group=option] [key=value]."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import asdict
+
+import torch
+
+from scaling.command import repeat_command, run
+from scaling.config import SingleConfig, TextConfig, TrainConfig, digest
+from scaling.endings import Watcher, leave
+from scaling.engine.precision import check_precision
+from scaling.measurement import Setup, measure
+from scaling.reporting.progress import Progress
+from scaling.reporting.run_table import print_run
+from scaling.results import store
+from scaling.world import Launch, Refused, World
+
+
+def main(config: TrainConfig, launch: Launch) -> int:
+    """Measure, write the record, print it; the run directory is the last line of standard output."""
+    watcher = Watcher()
+    watcher.start(follow_parent=launch.torchrun)
+    progress = Progress(enabled=launch.rank == 0)
+    watcher.on_exit = progress.clear
+    world = World.open(
+        launch,
+        asdict(config),
+        request=config.device,
+        local_check=lambda device: check_host(config, device),
+        process_group=not isinstance(config.strategy, SingleConfig),
+        timeout_s=config.timeout_s,
+    )
+    watcher.rank, watcher.members = world.rank, world.members
+    command = repeat_command("train", launch, sys.argv[1:])
+    name = f"{config.model.name}-{config.strategy.name}-{config.precision.name}-{world.size}x"
+    made = world.together(
+        lambda: store.make_run_dir(config.output_dir, name, digest(config), config.run_dir) if world.rank == 0 else None
+    )
+    run_dir = world.gather(made)[0]
+    assert run_dir is not None
+    watcher.run_dir = run_dir
+    try:
+        if world.rank == 0:
+            store.write_config(run_dir, asdict(config), command)
+        summary = measure(Setup(config, world, run_dir, command, progress))
+        world.close()
+    except Refused as mistake:
+        if world.rank == mistake.rank:
+            store.write_error(run_dir, "config", mistake.rank, str(mistake))
+        raise
+    except BaseException as error:
+        progress.clear()
+        watcher.failed(error)
+        sys.excepthook(type(error), error, error.__traceback__)
+        leave(1)
+        raise
+    if summary is not None:
+        progress.clear()
+        print_run(asdict(summary))
+        print(run_dir)
+    return 0
+
+
+def check_host(config: TrainConfig, device: torch.device) -> None:
+    """Raise ValueError for what this host or its device cannot do."""
+    check_precision(config.precision.name, device)
+    if isinstance(config.data, TextConfig):
+        from scaling.workload.text import text_files, text_path
+
+        if not text_files(text_path(config.data.path)):
+            raise ValueError(f"data.path={config.data.path}: no files in this folder")
+
+
+if __name__ == "__main__":
+    run("train", main)

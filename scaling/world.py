@@ -1,0 +1,319 @@
+"""Ranks, device, process group, and everything that ranks tell each other outside the timed collectives."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, TypeVar, cast
+
+import torch
+import torch.distributed as dist
+
+T = TypeVar("T")
+
+# Where another launcher says how many processes it started; seen without WORLD_SIZE, each would be a world of its own.
+FOREIGN_LAUNCHERS = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")
+
+
+class Refused(ValueError):
+    """A mistake that every rank knows of; `rank` is the one that prints it."""
+
+    def __init__(self, message: str, rank: int) -> None:
+        super().__init__(message)
+        self.rank = rank
+
+
+@dataclass(frozen=True)
+class Launch:
+    """What the launcher said. The only reader of RANK, LOCAL_RANK, WORLD_SIZE and their kin."""
+
+    rank: int
+    local_rank: int
+    world_size: int
+    local_world_size: int
+    nodes: int
+    torchrun: bool
+
+    @classmethod
+    def from_env(cls, env: Mapping[str, str]) -> Launch:
+        """Read torchrun's variables; none of them is a world of one. Raises ValueError on a half-set world."""
+        names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
+        missing = [name for name in names if name not in env]
+        if len(missing) == len(names):
+            for name in FOREIGN_LAUNCHERS:
+                if env.get(name, "1") not in ("", "1"):
+                    raise ValueError(
+                        f"{name}={env[name]} but no WORLD_SIZE: these {env[name]} processes do not know each other; "
+                        "start them with torchrun --nproc_per_node=N -m scaling.train"
+                    )
+            return cls(rank=0, local_rank=0, world_size=1, local_world_size=1, nodes=1, torchrun=False)
+        if missing:
+            raise ValueError(
+                f"{', '.join(missing)} not set, but {', '.join(n for n in names if n in env)}; start with torchrun"
+            )
+        try:
+            rank, local_rank, world_size, local_world_size = (int(env[name]) for name in names)
+        except ValueError:
+            raise ValueError("not numbers: " + ", ".join(f"{n}={env[n]}" for n in names)) from None
+        if not (0 <= rank < world_size and 0 <= local_rank < local_world_size <= world_size):
+            raise ValueError("no such place in a world: " + ", ".join(f"{n}={env[n]}" for n in names))
+        nodes = int(env.get("GROUP_WORLD_SIZE", -(-world_size // local_world_size)))
+        return cls(rank, local_rank, world_size, local_world_size, nodes, torchrun=True)
+
+
+@dataclass(frozen=True)
+class Member:
+    """One rank as it introduced itself."""
+
+    rank: int
+    host: str
+    pid_namespace: int
+    pid: int
+    started: float
+    device: str | None
+    device_name: str | None
+    config: dict[str, Any]
+    problem: str | None
+
+    @classmethod
+    def here(cls, launch: Launch, device: torch.device | None, config: dict[str, Any], problem: str | None) -> Member:
+        import psutil
+
+        return cls(
+            rank=launch.rank,
+            host=platform.node(),
+            pid_namespace=Path("/proc/self/ns/pid").stat().st_ino if Path("/proc/self/ns/pid").exists() else 0,
+            pid=os.getpid(),
+            started=psutil.Process().create_time(),
+            device=str(device) if device else None,
+            device_name=device_name(device) if device else None,
+            config=config,
+            problem=problem,
+        )
+
+
+def local_device(request: str, launch: Launch) -> torch.device:
+    """The device of this rank: `auto`, `cpu` or an accelerator type; the index is LOCAL_RANK."""
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    kinds = ["cpu"] + ([accelerator.type] if accelerator else [])
+    if request == "auto":
+        request = kinds[-1]
+    if request not in kinds:
+        why = "; the index comes from LOCAL_RANK" if ":" in request else ""
+        raise ValueError(f"device={request}: not on this host{why}; there is: auto, {', '.join(kinds)}")
+    if request == "cpu":
+        return torch.device("cpu")
+    count = torch.accelerator.device_count()
+    if launch.local_rank >= count:
+        raise ValueError(
+            f"rank {launch.rank} needs {request}:{launch.local_rank}, but {platform.node()} shows {count} "
+            f"{request} device(s); start at most {count} processes here (--nproc_per_node={count})"
+        )
+    return torch.device(request, launch.local_rank)
+
+
+def device_name(device: torch.device) -> str:
+    """The name as the driver prints it; for a host, the processor's."""
+    if device.type == "cpu":
+        cpuinfo = Path("/proc/cpuinfo")
+        lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
+        names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+        return names[0] if names else platform.processor() or platform.machine()
+    module = torch.get_device_module(device)
+    return str(module.get_device_name(device))
+
+
+def check_one_world(members: list[Member]) -> None:
+    """Raise Refused unless these are distinct processes of one config, none of which found a problem."""
+    processes: dict[tuple[str, int, int], int] = {}
+    for member in members:
+        process = (member.host, member.pid_namespace, member.pid)
+        if process in processes:
+            raise Refused(
+                f"ranks {processes[process]} and {member.rank} are one process ({member.host}, pid {member.pid})", 0
+            )
+        processes[process] = member.rank
+    for member in members:
+        if member.config != members[0].config:
+            keys = _differences(members[0].config, member.config)
+            raise Refused(f"ranks 0 and {member.rank} have different configs: {'; '.join(keys)}", 0)
+    for member in members:
+        if member.problem:
+            raise Refused(member.problem, member.rank)
+    types = {(member.device or "").split(":")[0] for member in members}
+    if len(types) > 1:
+        raise Refused(f"ranks are on different kinds of device: {', '.join(sorted(types))}", 0)
+
+
+def _differences(a: Any, b: Any, prefix: str = "") -> list[str]:
+    if isinstance(a, dict) and isinstance(b, dict):
+        return [d for k in sorted({*a, *b}) for d in _differences(a.get(k), b.get(k), f"{prefix}.{k}" if prefix else k)]
+    return [] if a == b else [f"{prefix} {a} and {b}"]
+
+
+class World:
+    """The ranks of one measurement. Control traffic goes over the store and a gloo group, never the training group."""
+
+    def __init__(self, launch: Launch, device: torch.device, members: list[Member], store: dist.Store) -> None:
+        self.launch = launch
+        self.device = device
+        self.members = members
+        self._store = dist.PrefixStore("scaling/decisions", store)
+        self._control: dist.ProcessGroup | None = None
+
+    @property
+    def rank(self) -> int:
+        return self.launch.rank
+
+    @property
+    def size(self) -> int:
+        return self.launch.world_size
+
+    @classmethod
+    def open(
+        cls,
+        launch: Launch,
+        config: dict[str, Any],
+        *,
+        request: str = "auto",
+        local_check: Callable[[torch.device], None] = lambda device: None,
+        process_group: bool = True,
+        timeout_s: float = 300.0,
+        store: dist.Store | None = None,
+    ) -> World:
+        """Meet the other ranks, agree that this is one world of one config, and open the process groups.
+
+        `local_check` raises ValueError for what this host or device cannot do. Raises Refused on every rank.
+        """
+        timeout = timedelta(seconds=timeout_s)
+        device, problem = None, None
+        try:
+            device = local_device(request, launch)
+            local_check(device)
+        except ValueError as error:
+            problem = str(error)
+        store = store or _rendezvous(launch, timeout)
+        members = _introduce(store, launch, Member.here(launch, device, config, problem), timeout_s)
+        check_one_world(members)
+        assert device is not None
+        world = cls(launch, device, members, store)
+        world._open_groups(store, process_group, timeout)
+        return world
+
+    def _open_groups(self, store: dist.Store, process_group: bool, timeout: timedelta) -> None:
+        if self.device.type != "cpu":
+            torch.accelerator.set_device_index(self.device)
+        if not process_group:
+            return
+        backend = dist.get_default_backend_for_device(self.device)
+        dist.init_process_group(
+            backend,
+            store=dist.PrefixStore("scaling/group", store),
+            rank=self.rank,
+            world_size=self.size,
+            timeout=timeout,
+        )
+        if self.size > 1:
+            self._control = dist.new_group(backend="gloo", timeout=timeout)
+
+    def gather(self, value: T) -> list[T]:
+        """The value of every rank, in rank order, on every rank."""
+        if self.size == 1:
+            return [value]
+        values: list[Any] = [None] * self.size
+        dist.all_gather_object(values, value, group=self._control)
+        return values
+
+    def together(self, build: Callable[[], T]) -> T:
+        """Run `build` on every rank; a ValueError on any of them becomes one Refused on all."""
+        result: list[T] = []
+        problem = None
+        try:
+            result.append(build())
+        except ValueError as error:
+            problem = str(error)
+        for rank, message in enumerate(self.gather(problem)):
+            if message is not None:
+                raise Refused(message, rank)
+        return result[0]
+
+    def barrier(self) -> None:
+        """Wait until every rank is here; over the control group."""
+        if self.size > 1:
+            dist.barrier(group=self._control)
+
+    def publish(self, key: str, value: str) -> None:
+        """Tell a decision to the ranks that will ask for it."""
+        if self.size > 1:
+            self._store.set(key, value)
+
+    def read(self, key: str) -> str:
+        """A decision of rank 0; waits for it."""
+        return str(self._store.get(key).decode())
+
+    def close(self) -> None:
+        """Leave together: nobody closes a connection that another rank still reads from."""
+        if dist.is_initialized():
+            self.barrier()
+            dist.destroy_process_group()
+
+
+def _rendezvous(launch: Launch, timeout: timedelta) -> dist.Store:
+    if not launch.torchrun:
+        return dist.HashStore()
+    try:
+        store, _, _ = next(iter(dist.rendezvous("env://", launch.rank, launch.world_size, timeout=timeout)))
+    except (dist.DistError, RuntimeError, ValueError) as error:
+        where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+        raise ValueError(
+            f"rank {launch.rank} cannot meet the others at {where} ({str(error).splitlines()[0]}); "
+            "is the port another launch's? torchrun --standalone takes a free one"
+        ) from error
+    return cast(dist.Store, store)
+
+
+def _introduce(store: dist.Store, launch: Launch, me: Member, timeout_s: float) -> list[Member]:
+    """Every rank's own words, in rank order. Raises Refused for a rank that two processes claim or none does."""
+    hello = dist.PrefixStore("scaling/hello", store)
+    if hello.add(f"claims/{me.rank}", 1) > 1:
+        hello.set(
+            "doubled", f"rank {me.rank} of {launch.world_size} was started twice (again on {me.host}, pid {me.pid})"
+        )
+    else:
+        hello.set(f"member/{me.rank}", json.dumps(asdict(me)))
+    members = []
+    for rank in range(launch.world_size):
+        _wait(
+            hello,
+            f"member/{rank}",
+            timeout_s,
+            f"rank {rank} of {launch.world_size} did not come within timeout_s={timeout_s:g}",
+        )
+        members.append(Member(**json.loads(hello.get(f"member/{rank}"))))
+    return members
+
+
+def _wait(store: dist.Store, key: str, timeout_s: float, otherwise: str) -> None:
+    """Wait for `key` in slices, so that a doubled rank ends the wait early."""
+    slices = max(1, round(timeout_s))
+    for _ in range(slices):
+        if store.check(["doubled"]):
+            raise Refused(store.get("doubled").decode(), 0)
+        try:
+            store.wait([key], timedelta(seconds=timeout_s / slices))
+        except (dist.DistError, RuntimeError):
+            continue
+        if store.check(["doubled"]):
+            raise Refused(store.get("doubled").decode(), 0)
+        return
+    raise Refused(otherwise, 0)
+
+
+def hosts(members: Iterable[Member]) -> list[str]:
+    """The distinct hosts, in rank order."""
+    return list(dict.fromkeys(member.host for member in members))
