@@ -1,11 +1,11 @@
 """Data parallel: every rank holds the whole model and the gradients are averaged once per optimizer step."""
 
-from __future__ import annotations
+# No `from __future__ import annotations`: DDP reads the annotations of a communication hook as objects.
+from typing import cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from scaling.engine.precision import Precision
@@ -41,8 +41,8 @@ class DDPEngine(SingleEngine):
             bucket_cap_mb=bucket_mb,
             gradient_as_bucket_view=True,
         )
-        if precision.reduce_dtype == torch.bfloat16:
-            self._ddp.register_comm_hook(None, bf16_compress_hook)
+        if precision.reduce_dtype != torch.float32:
+            self._ddp.register_comm_hook(precision.reduce_dtype, _reduce_as)
         self._forward = self._ddp
 
     def accumulate(self, batch: Batch, *, last: bool) -> Tensor:
@@ -50,6 +50,19 @@ class DDPEngine(SingleEngine):
             return self._backward(batch, self._world_size)
         with self._ddp.no_sync():  # around the forward too: it is the forward that arms the reducer
             return self._backward(batch, self._world_size)
+
+
+def _reduce_as(dtype: torch.dtype, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    """Average one bucket in `dtype`, on any device; torch's own hook for bf16 insists on NCCL or XCCL."""
+    buffer = bucket.buffer()
+    sent = buffer.to(dtype).div_(dist.get_world_size())
+    work = dist.all_reduce(sent, async_op=True)
+    assert work is not None
+
+    def back(reduced: torch.futures.Future[list[Tensor]]) -> Tensor:
+        return buffer.copy_(reduced.value()[0])
+
+    return cast(torch.futures.Future[Tensor], work.get_future().then(back))
 
 
 class DeferredEngine(SingleEngine):

@@ -41,7 +41,7 @@ class SingleEngine:
         return share.detach()
 
     def step(self) -> None:
-        """Unscale and clip once, update, clear; a step that the scaler leaves out for non-finite gradients is counted."""
+        """Unscale and clip once, update, clear; a step left out for non-finite gradients is counted."""
         scaler = self._scaler
         if self._clip is not None:
             scaler.unscale_(self._optimizer)

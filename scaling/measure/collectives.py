@@ -44,8 +44,9 @@ HOST_READS = {
     "aten::_unique2",
     "aten::unique_dim",
     "aten::unique_consecutive",
-    "aten::repeat_interleave.Tensor",
+    "aten::repeat_interleave",
 }
+INDEXING = {"aten::index", "aten::index_put", "aten::index_put_"}  # by a mask: the host has to know how many
 COPIES = {"aten::_to_copy", "aten::copy_"}
 
 
@@ -88,6 +89,8 @@ def _reads_host(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> boo
     name = func._schema.name
     if name in HOST_READS:
         return True
+    if name in INDEXING:
+        return any(isinstance(index, Tensor) and index.dtype in (torch.bool, torch.uint8) for index in args[1])
     if name not in COPIES or kwargs.get("non_blocking"):
         return False
     if name == "aten::copy_":

@@ -1,0 +1,234 @@
+"""Which runs may stand in one ratio: the reasons why not, in words a reader can act on (docs/measuring.md, Scaling)."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator
+from typing import Any, Literal
+
+from scaling.results.reader import Run, as_dict, as_list
+
+Relation = Literal["weak", "strong", "both", "neither"]
+
+# Flags after which a step time is not the time of a step of this job alone; all other flags are shown, and judged
+# by the reader.
+INVALIDATING = {
+    "oversubscribed": "oversubscribed",
+    "profiled": "profiled",
+    "sync_each_step": "synchronised after each step",
+    "shared_device": "ranks share a device",
+    "mixed_devices": "mixed devices",
+    "gradients_not_reduced": "gradients were not reduced",
+    "parameters_disagree": "parameters differ between ranks",
+    "impossible": "impossible",
+}
+
+SUMMARY_FIELDS = (
+    "device_name",
+    "model",
+    "parameters",
+    "sequence_length",
+    "precision",
+    "parameter_dtype",
+    "gather_dtype",
+    "reduce_dtype",
+    "optimizer",
+    "compile",
+    "checkpointing",
+    "data",
+    "threads",
+    "cores_per_rank",
+)
+NONE_MATCHES = ("parameter_dtype", "gather_dtype", "reduce_dtype", "versions.deepspeed")  # nothing to gather, or unused
+
+# Config keys that a difference in speed cannot come from, that follow from the swept field, or whose outcome is in
+# the summary (`threads: null` and `threads: 1` may be the same run).
+CONFIG_IGNORED = frozenset(
+    {
+        *("command", "output_dir", "run_dir", "tracking", "timeout_s", "cluster", "study", "experiment"),
+        *("device", "threads", "batch", "link", "compile", "checkpointing"),
+        *("model.name", "model.sequence_length", "model.micro_batch_size", "strategy.name", "data.name"),
+        *("precision.name", "precision.reduce", "optimizer.name"),
+    }
+)
+
+
+def refusals(run: Run) -> list[str]:
+    """Say why this run may stand in no ratio at all; empty where it may."""
+    if run.summary is None:
+        return [_ending(run)]
+    flags = set(run.summary["flags"])
+    if run.summary["gradients_reduced"] is False:
+        flags.add("gradients_not_reduced")
+    if run.summary["parameters_agree"] is False:
+        flags.add("parameters_disagree")
+    reasons = [text for flag, text in INVALIDATING.items() if flag in flags]
+    if len(names := sorted({str(name) for name in as_list(run.environment.get("devices"))})) > 1:
+        reasons.append(f"mixed devices: {', '.join(names)}")
+    reasons += [f"no readable {name}" for name in missing_files(run)]
+    return reasons + contradictions(run.summary) + impossible_values(run.summary)
+
+
+def _ending(run: Run) -> str:
+    if run.status == "failed":
+        return f"failed: {as_dict(run.error).get('kind', 'error.json is not readable')}"
+    return "incomplete" if run.status == "incomplete" else "summary.json is not readable"
+
+
+def missing_files(run: Run) -> list[str]:
+    """Name the files without which nobody can tell whether a run is comparable."""
+    return [name for name, held in (("config.yaml", run.config), ("environment.json", run.environment)) if not held]
+
+
+def contradictions(summary: dict[str, Any]) -> list[str]:
+    """Find numbers of one record that exclude each other, as when one rank's rate stands for the whole job."""
+    micro, steps, world = summary["micro_batch_size"], summary["accumulation_steps"], summary["world_size"]
+    total, rate, per_device = (
+        summary["global_batch_size"],
+        summary["samples_per_s"],
+        summary["samples_per_s_per_device"],
+    )
+    steps_measured, window = summary["measured_steps"], summary["window_s"]
+    reasons = []
+    if micro * steps * world != total:
+        reasons.append(f"global batch {total} is not micro-batch {micro} x accumulation {steps} x {world} ranks")
+    if abs(per_device * world - rate) > 0.01 * rate:
+        reasons.append(f"samples/s {rate:g} is not {world} x {per_device:g} per device")
+    if abs(total * steps_measured / window - rate) > 0.01 * rate:
+        reasons.append(f"samples/s {rate:g} is not {steps_measured} steps x {total} samples / {window:g} s")
+    return reasons
+
+
+def impossible_values(summary: dict[str, Any]) -> list[str]:
+    """Name values that no machine produces; a row with one keeps its data and gets no verdict."""
+    reasons = []
+    for name in ("mfu", "hfu"):
+        if summary[name] is not None and summary[name] > 1:
+            reasons.append(f"impossible: {name.upper()} {100 * summary[name]:.1f} % is above 100 %")
+    communication, exposed = summary["comm_s"], summary["exposed_comm_s"]
+    if communication is not None and exposed is not None and exposed > communication:
+        reasons.append(f"impossible: exposed_comm_s {exposed:g} is above comm_s {communication:g}")
+    return reasons
+
+
+def mismatches(run: Run, base: Run) -> list[str]:
+    """Name the fields in which two completed runs differ and must not, as "threads 1 vs 2" (run vs base)."""
+    mine, other = compared_fields(run), compared_fields(base)
+    reasons = []
+    for name in mine | other:
+        value, against = mine.get(name), other.get(name)
+        if value == against or (name in NONE_MATCHES and None in (value, against)):
+            continue
+        if name.startswith("strategy.") and run.strategy != base.strategy:
+            continue  # options of another strategy are not a setting of this one
+        if _unknown(name, run) or _unknown(name, base):
+            continue  # `refusals` says so once, instead of once per field
+        reasons.append(f"{name} {_show(value)} vs {_show(against)}")
+    return reasons + _transport(run, base)
+
+
+def compared_fields(run: Run) -> dict[str, Any]:
+    """Collect every field that has to agree, flat: of the summary, the config, the versions, and the commit."""
+    assert run.summary is not None
+    fields = {name: run.summary[name] for name in SUMMARY_FIELDS}
+    fields |= dict(_flat(run.config))
+    fields |= {f"versions.{name}": version for name, version in as_dict(run.environment.get("versions")).items()}
+    return fields | {"git.commit": as_dict(run.environment.get("git")).get("commit")}
+
+
+def _flat(config: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in config.items():
+        name = f"{prefix}{key}"
+        if name in CONFIG_IGNORED:
+            continue
+        if isinstance(value, dict):
+            yield from _flat(value, f"{name}.")
+        else:
+            yield name, value
+
+
+def _unknown(name: str, run: Run) -> bool:
+    if name in SUMMARY_FIELDS:
+        return False
+    return not (run.environment if name.startswith(("versions.", "git.")) else run.config)
+
+
+def _show(value: Any) -> str:
+    text = "none" if value is None else str(value)
+    return text[:12] if len(text) == 40 and " " not in text else text  # a commit is known by its first digits
+
+
+def _transport(run: Run, base: Run) -> list[str]:
+    """Compare what carried the bytes; one device sends nothing, so that it matches any transport."""
+    assert run.summary is not None and base.summary is not None
+    mine, other = run.summary["link"]["observed"], base.summary["link"]["observed"]
+    if 1 in (run.world_size, base.world_size) or None in (mine, other) or mine == other:
+        return []
+    return [f"link.observed {mine} vs {other}"]
+
+
+def remarks(run: Run, base: Run) -> list[str]:
+    """Say what does not forbid the ratio, and has to be said beside it."""
+    said = []
+    git = [as_dict(one.environment.get("git")) for one in (run, base)]
+    if any(one.get("dirty") for one in git):
+        said.append(f"uncommitted changes on {_show(git[0].get('commit'))}")
+    if run.world_size != 1 and run.summary and run.summary["gradients_reduced"] is None:
+        said.append("nobody checked that gradients were reduced")
+    if others := other_hosts(run, base):
+        said.append(f"baseline ran on another host ({', '.join(others)})")
+    return said
+
+
+def other_hosts(run: Run, base: Run) -> list[str]:
+    """Name the baseline's hosts that took no part in the run; empty where the run's are not recorded."""
+    mine = _hosts(run)
+    return [host for host in _hosts(base) if mine and host not in mine]
+
+
+def _hosts(run: Run) -> list[str]:
+    return sorted({str(host) for host in as_list(run.environment.get("hosts"))})
+
+
+def batch_relation(run: Run, base: Run) -> Relation:
+    """Compare batches. weak: work per device fixed (micro-batch and accumulation); strong: global batch fixed."""
+    weak = (run.micro_batch_size, run.accumulation_steps) == (base.micro_batch_size, base.accumulation_steps)
+    strong = run.global_batch_size == base.global_batch_size
+    if weak and strong:
+        return "both"
+    return "weak" if weak else "strong" if strong else "neither"
+
+
+def batch_change(run: Run, base: Run) -> str:
+    """Say what of the batch changes from the baseline to the run, as "accumulation 64→1"; empty where nothing does."""
+    pairs = {
+        "micro-batch": (base.micro_batch_size, run.micro_batch_size),
+        "accumulation": (base.accumulation_steps, run.accumulation_steps),
+        "global batch": (base.global_batch_size, run.global_batch_size),
+    }
+    return ", ".join(f"{name} {old}→{new}" for name, (old, new) in pairs.items() if old != new)
+
+
+def same_point(run: Run) -> str:
+    """Make a key that only fresh repeats of one measurement share."""
+    assert run.summary is not None
+    link = run.summary["link"]
+    arm = [] if run.world_size == 1 else [link["requested"], link["observed"], run.summary["nodes"]]
+    point = [run.strategy, run.world_size, run.micro_batch_size, run.accumulation_steps, run.global_batch_size, arm]
+    return json.dumps([point, _hosts(run), compared_fields(run)], sort_keys=True, default=str)
+
+
+def arms_with_one_transport(runs: Iterable[Run]) -> list[str]:
+    """Name requested links that were all observed as one transport: a difference between such arms is no result."""
+    arms: dict[str, set[str]] = {}
+    for run in runs:
+        if run.summary is None or run.world_size == 1 or run.summary["link"]["observed"] is None:
+            continue
+        link = run.summary["link"]
+        point = [run.strategy, run.world_size, run.global_batch_size, run.micro_batch_size, compared_fields(run)]
+        key = json.dumps([link["observed"], point], sort_keys=True, default=str)
+        arms.setdefault(key, set()).add(link["requested"])
+    pairs = {(tuple(sorted(asked)), json.loads(key)[0]) for key, asked in arms.items() if len(asked) > 1}
+    return [
+        f"links {' and '.join(asked)} were all observed as {seen}: not different arms" for asked, seen in sorted(pairs)
+    ]

@@ -1,0 +1,263 @@
+"""Weak and strong scaling from records: ratios with their intervals, or the reasons why there is none."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from statistics import mean, variance
+from typing import Literal
+
+from scaling.analysis.comparable import (
+    batch_change,
+    batch_relation,
+    mismatches,
+    other_hosts,
+    refusals,
+    remarks,
+    same_point,
+)
+from scaling.results.reader import Run
+
+Kind = Literal["weak", "strong"]
+Basis = Literal["ci95", "range", "t95"]
+
+KINDS: tuple[Kind, ...] = ("weak", "strong")
+FEWEST_FOR_T = 4  # repeats; below, a t-interval says more than so few runs know, and the range is given
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """A ratio as a fraction. `basis` says what [low, high] is: of one run each the 95 % interval from both runs' block
+    means (None where one has none), of a few repeats the range over all pairs, of four or more a t-interval.
+    """
+
+    value: float
+    low: float | None
+    high: float | None
+    basis: Basis | None
+    runs: int
+    baselines: int
+
+    def scaled(self, factor: float) -> Ratio:
+        """Give the same ratio in another unit: the speed-up is the efficiency times N."""
+        low, high = (None if end is None else end * factor for end in (self.low, self.high))
+        return replace(self, value=self.value * factor, low=low, high=high)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One measured point against one baseline; `kind` is None where neither work per device nor global batch is fixed.
+
+    With `efficiency` None or `impossible` there is no verdict, and `reasons` says why.
+    """
+
+    kind: Kind | None
+    runs: tuple[Run, ...]
+    against: str  # the strategy of the one-device baseline
+    baseline: tuple[Run, ...] = ()
+    efficiency: Ratio | None = None
+    speedup: Ratio | None = None
+    impossible: bool = False
+    reasons: tuple[str, ...] = ()
+    remarks: tuple[str, ...] = ()
+
+
+def weak_efficiency(runs: Sequence[Run], base: Sequence[Run]) -> Ratio:
+    """E(N) = X(N) / (N x X(1)), X in samples/s of the whole job. Raises ValueError unless work per device is fixed."""
+    _require("weak", runs, base)
+    world = _world_size(runs[0])
+    return _ratio(runs, base, [x / world for x in _rates(runs)], _rates(base))
+
+
+def strong_efficiency(runs: Sequence[Run], base: Sequence[Run]) -> Ratio:
+    """Compute S(N) / N with S(N) = T(1) / T(N), T the step time. Raises ValueError where the global batch changes."""
+    _require("strong", runs, base)
+    world = _world_size(runs[0])
+    return _ratio(runs, base, _times(base), [world * t for t in _times(runs)])
+
+
+EFFICIENCY: dict[Kind, Callable[[Sequence[Run], Sequence[Run]], Ratio]] = {
+    "weak": weak_efficiency,
+    "strong": strong_efficiency,
+}
+
+
+def _require(kind: Kind, runs: Sequence[Run], base: Sequence[Run]) -> None:
+    relation = batch_relation(runs[0], base[0])
+    if relation not in (kind, "both"):
+        raise ValueError(f"no {kind} scaling: {relation}, {batch_change(runs[0], base[0])}")
+    if base[0].world_size != 1:
+        raise ValueError(f"no baseline: {base[0].run_id} ran on {base[0].world_size} devices, not on one")
+
+
+def _world_size(run: Run) -> int:
+    assert run.world_size is not None
+    return run.world_size
+
+
+def _rates(runs: Sequence[Run]) -> list[float]:
+    return [float(run.summary["samples_per_s"]) for run in runs if run.summary]
+
+
+def _times(runs: Sequence[Run]) -> list[float]:
+    return [float(run.summary["step_time_s"]["mean"]) for run in runs if run.summary]
+
+
+def _ratio(runs: Sequence[Run], base: Sequence[Run], top: list[float], bottom: list[float]) -> Ratio:
+    """Divide mean(top) by mean(bottom), with the interval or range that so many runs allow."""
+    value, counts = mean(top) / mean(bottom), (len(runs), len(base))
+    if counts == (1, 1):
+        spread = _quadrature(runs[0], base[0])
+        if spread is None:
+            return Ratio(value, None, None, None, *counts)
+        return Ratio(value, value * (1 - spread), value * (1 + spread), "ci95", *counts)
+    if min(counts) < FEWEST_FOR_T:
+        return Ratio(value, min(top) / max(bottom), max(top) / min(bottom), "range", *counts)
+    half = value * _relative_half_width(top, bottom)
+    return Ratio(value, value - half, value + half, "t95", *counts)
+
+
+def _quadrature(run: Run, base: Run) -> float | None:
+    """Give the relative half-width of a ratio of two means, from the runs' own intervals; None if one has none."""
+    widths = []
+    for one in (run, base):
+        assert one.summary is not None
+        time = one.summary["step_time_s"]
+        if time["ci95"] is None:
+            return None
+        widths.append((time["ci95"][1] - time["ci95"][0]) / 2 / time["mean"])
+    return math.hypot(*widths)
+
+
+def _relative_half_width(top: list[float], bottom: list[float]) -> float:
+    """Give the 95 % half-width of mean(top)/mean(bottom) as a share of it.
+
+    First-order error propagation with the degrees of freedom of Welch and Satterthwaite; the sides may scatter unlike.
+    """
+    from scipy.stats import t  # half a second, and only repeats need it
+
+    parts = [(variance(side) / len(side) / mean(side) ** 2, len(side) - 1) for side in (top, bottom)]
+    total = sum(part for part, _ in parts)
+    if total == 0:
+        return 0.0
+    freedom = total**2 / sum(part**2 / degrees for part, degrees in parts)
+    return float(t.ppf(0.975, freedom)) * math.sqrt(total)
+
+
+def points(runs: Iterable[Run]) -> list[tuple[Run, ...]]:
+    """Put repeats of one measurement together; a run that may stand in no ratio is a point of its own."""
+    groups: dict[str, list[Run]] = {}
+    for run in runs:
+        key = f"{run.path}" if refusals(run) else same_point(run)
+        groups.setdefault(key, []).append(run)
+    return [tuple(group) for group in groups.values()]
+
+
+def scaling_rows(runs: Iterable[Run]) -> list[Row]:
+    """Make one row per point, kind and baseline: `single` on one device, and the same strategy on one device.
+
+    The rows come in the order of the runs; with growing world size a change of transport is noticed.
+    """
+    measured = points(run for run in runs if run.readable)
+    one = [point for point in measured if point[0].world_size == 1 and point[0].summary is not None]
+    many = [point for point in measured if point[0].world_size != 1 or point[0].summary is None]
+    rows = [row for point in many for row in _rows(point, one, KINDS)]
+    for point in one:
+        if point[0].strategy != "single":  # on one device weak and strong are the same: it joins the tables there are
+            kinds = tuple(k for k in KINDS if any(r.kind == k and r.runs[0].model == point[0].model for r in rows))
+            added = _rows(point, one, kinds or ("weak",))
+            rows += added if any(row.kind for row in added) else _rows(point, one, KINDS)
+    order = {id(point[0]): place for place, point in enumerate(measured)}
+    return _with_transport(sorted(rows, key=lambda row: order[id(row.runs[0])]))
+
+
+def _rows(point: tuple[Run, ...], one: list[tuple[Run, ...]], kinds: tuple[Kind, ...]) -> list[Row]:
+    run = point[0]
+    if run.summary is None:
+        return [Row(None, point, "", reasons=tuple(refusals(run)))]
+    strategies = ["single"] if run.world_size == 1 else list(dict.fromkeys(("single", run.strategy)))
+    bases = {n: [base for base in one if (base[0].strategy, base[0].model) == (n, run.model)] for n in strategies}
+    fitting = {
+        kind: {name: [b for b in bases[name] if batch_relation(run, b[0]) in (kind, "both")] for name in strategies}
+        for kind in kinds
+    }
+    present = [kind for kind in kinds if any(fitting[kind].values())]
+    if not present:
+        return [_without(None, point, name, bases[name]) for name in strategies]
+    return [
+        _against(kind, point, name, fitting[kind][name])
+        if fitting[kind][name]
+        else _without(kind, point, name, bases[name])
+        for kind in present
+        for name in strategies
+    ]
+
+
+def _without(kind: Kind | None, point: tuple[Run, ...], name: str, bases: list[tuple[Run, ...]]) -> Row:
+    """Make a row without a fitting baseline: none was measured, or none keeps fixed what has to be."""
+    run = point[0]
+    wanted = {
+        None: "neither work per device nor global batch is fixed",
+        "weak": f"none has micro-batch {run.micro_batch_size} and accumulation {run.accumulation_steps}",
+        "strong": f"none has global batch {run.global_batch_size}",
+    }[kind]
+    if not bases:
+        reason = f"no completed one-device `{name}` run of {run.model}"
+    elif kind is None:
+        reason = f"{wanted}: {batch_change(run, bases[0][0])}"
+    else:
+        reason = f"of the one-device `{name}` runs {wanted}"
+    return Row(kind, point, name, bases[0] if bases and kind is None else (), reasons=(*refusals(run), reason))
+
+
+def _against(kind: Kind, point: tuple[Run, ...], name: str, bases: list[tuple[Run, ...]]) -> Row:
+    """Make the row against the most comparable of the fitting baselines."""
+    run = point[0]
+    # On the same machine if there is one; of several with one global batch the one whose micro-batch stays.
+    base = min(bases, key=lambda each: _distance(run, each[0]))
+    reasons = _reasons(run, base[0])
+    said = list(dict.fromkeys(remark for one in point for other in base for remark in remarks(one, other)))
+    if change := batch_change(run, base[0]) if kind == "strong" else "":
+        said.insert(0, change)
+    if reasons:
+        return Row(kind, point, name, base, reasons=tuple(reasons), remarks=tuple(said))
+    ratio = EFFICIENCY[kind](point, base)
+    speedup = ratio.scaled(_world_size(run)) if kind == "strong" else None
+    row = Row(kind, point, name, base, ratio, speedup, remarks=tuple(said))
+    return _judge(row) if kind == "weak" else row
+
+
+def _distance(run: Run, base: Run) -> tuple[int, bool, bool]:
+    changed = base.micro_batch_size != run.micro_batch_size
+    return len(_reasons(run, base)), bool(other_hosts(run, base)), changed
+
+
+def _reasons(run: Run, base: Run) -> list[str]:
+    return refusals(run) + [f"baseline: {reason}" for reason in refusals(base)] + mismatches(run, base)
+
+
+def _judge(row: Row) -> Row:
+    """Mark a weak efficiency above 1 beyond its interval (without one: at all): it is impossible, and no verdict."""
+    assert row.efficiency is not None
+    least = row.efficiency.value if row.efficiency.low is None else row.efficiency.low
+    if least <= 1 + 1e-9:
+        return row
+    beyond = "and has no interval" if row.efficiency.low is None else "beyond its interval or range"
+    return replace(row, impossible=True, reasons=(f"impossible: above 100 % {beyond}",))
+
+
+def _with_transport(rows: list[Row]) -> list[Row]:
+    """Say where the observed transport changes along an axis: from there on another wire is measured."""
+    last: dict[tuple[object, ...], str] = {}
+    marked = []
+    for row in rows:
+        run, said = row.runs[0], row.remarks
+        observed = run.summary["link"]["observed"] if run.summary and run.world_size != 1 else None
+        axis = (row.kind, row.against, run.model, run.strategy, *(base.path for base in row.baseline))
+        if observed is not None and row.kind is not None:
+            if (before := last.get(axis, observed)) != observed:
+                said = (*said, f"transport changes here: {before} → {observed}")
+            last[axis] = observed
+        marked.append(replace(row, remarks=said))
+    return marked

@@ -1,0 +1,53 @@
+"""`python -m scaling.report PATH...`: the runs below the paths as tables, from their records alone."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from scaling.reporting.terminal import print_report
+from scaling.results.reader import read_runs
+
+EPILOG = """\
+One row per run, failed and unfinished ones included; then weak scaling (work per device fixed) and strong scaling
+(global batch fixed), against `single` and against the same strategy on one device. Where runs are not comparable
+there is no ratio, and the reason. In a pipe or a file a row is one line.
+
+  python -m scaling.report runs
+  python -m scaling.report runs/gpt_tiny-ddp-0a1b2c3d-01 other-machine/runs
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Print the report. Returns 0, or 2 after one line on stderr for a path that holds no readable run."""
+    parser = argparse.ArgumentParser(
+        prog="python -m scaling.report",
+        description="How the measured runs scale, and which of them can be compared.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "paths", metavar="PATH", nargs="+", type=Path, help="a run's folder, or a folder of runs at any depth"
+    )
+    paths = parser.parse_args(argv).paths
+    try:
+        runs = read_runs(paths)
+        if not any(run.readable for run in runs):
+            raise ValueError("; ".join(f"{run.path}: {run.problem}" for run in runs))
+    except ValueError as mistake:
+        print(f"scaling.report: error: {mistake}", file=sys.stderr)
+        return 2
+    try:
+        print_report(runs, sys.stdout)
+        sys.stdout.flush()
+    except BrokenPipeError:  # the reader, `head` for one, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return 0
+
+
+if __name__ == "__main__":
+    sys.stdout.reconfigure(errors="replace")  # type: ignore[union-attr]  # a terminal that has no "±" gets "?"
+    sys.exit(main())

@@ -1,0 +1,125 @@
+"""The cells of the run tables: a record's fields as a person reads them. Fractions become percent here."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from scaling.analysis.comparable import contradictions, impossible_values
+from scaling.results.reader import Run, as_dict
+
+RANK_SPREAD = 0.05  # the slowest rank is named from here on
+
+
+@dataclass(frozen=True)
+class Column:
+    """A column of numbers, which stand right and never fold; or of words, which fold at `words` letters or later.
+
+    An `optional` one in which no run has a value is left out.
+    """
+
+    header: str
+    cell: Callable[[Run], str]
+    words: int = 0
+    optional: bool = False
+
+
+def number(value: float) -> str:
+    """Write at least four significant digits, without exponent or separators from 0.001 on."""
+    return f"{value:.3e}" if 0 < abs(value) < 0.001 else f"{value:.{_decimals(value, 4)}f}"
+
+
+def _decimals(value: float, digits: int) -> int:
+    """Count the decimal places that show so many significant digits of a value."""
+    return max(0, digits - 1 - math.floor(math.log10(abs(value)))) if value else 0
+
+
+def text(value: object) -> str:
+    return "?" if value is None else str(value)
+
+
+def batch(run: Run) -> str:
+    return f"{text(run.micro_batch_size)} x {text(run.accumulation_steps)} ({text(run.global_batch_size)})"
+
+
+def _measured(key: str, form: Callable[[float], str] = number) -> Callable[[Run], str]:
+    """Make a cell with a number of the summary; empty where it was not measured."""
+    return lambda run: "" if run.summary is None or run.summary[key] is None else form(run.summary[key])
+
+
+def percent(fraction: float) -> str:
+    """Write a stored fraction for people."""
+    return f"{100 * fraction:.1f} %"
+
+
+def _step_time(run: Run) -> str:
+    """Give the mean in ms, with the half-width of its 95 % interval where there is one."""
+    if run.summary is None:
+        return run.status
+    mean, ends = 1e3 * run.summary["step_time_s"]["mean"], run.summary["step_time_s"]["ci95"]
+    if ends is None:
+        return number(mean)
+    half = 1e3 * (ends[1] - ends[0]) / 2
+    places = max(_decimals(mean, 4), _decimals(half, 1))
+    return f"{mean:.{places}f} ± {half:.{places}f}"
+
+
+def _data_wait(run: Run) -> str:
+    """Give the share of the window in which the rank that waits most for data does so."""
+    return "" if run.summary is None else percent(run.summary["data_wait_s"] / run.summary["window_s"])
+
+
+def _memory(run: Run) -> str:
+    """Give the peak with whose it is: a device's, or the resident set of a process on a host."""
+    memory = as_dict(run.summary["peak_memory_gib"]) if run.summary else {}
+    kept = "allocated" if memory.get("allocated") is not None else "reserved"
+    return f"{number(memory[kept])} {memory['kind'].removeprefix('host_')}" if memory.get(kept) is not None else ""
+
+
+def _link(run: Run) -> str:
+    """Name what was observed to carry the bytes; what was only asked for is no label."""
+    if run.summary is None or run.world_size == 1:
+        return ""
+    return str(run.summary["link"]["observed"] or "unverified")
+
+
+def _state(run: Run) -> str:
+    """Give the flags of a completed run; how the others ended; files that could not be read."""
+    said: list[str] = [] if run.status == "complete" else [run.status]
+    if run.summary is not None:
+        said = [*run.summary["flags"], *impossible_values(run.summary), *contradictions(run.summary)]
+        if (run.summary.get("rank_spread") or 0) > RANK_SPREAD:
+            said.append(f"rank {run.summary.get('slowest_rank')} is slowest, by {percent(run.summary['rank_spread'])}")
+    if run.error is not None:
+        rank = "" if run.error.get("rank") is None else f" on rank {run.error['rank']}"
+        said = [f"failed: {run.error.get('kind', 'other')}{rank}: {_line(run.error.get('message'))}"]
+    return ", ".join([*said, run.problem] if run.problem else said)
+
+
+def _line(message: object) -> str:
+    """Give the first line of a message that says something, printable, and short enough for a table."""
+    lines = [line.strip() for line in str(message or "no message").splitlines() if line.strip()]
+    text = "".join(letter for letter in lines[0] if letter.isprintable()) if lines else "no message"
+    return text if len(text) <= 160 else f"{text[:157]}..."
+
+
+SPEED = (
+    Column("model", lambda run: run.model, words=10),
+    Column("strategy", lambda run: run.strategy, words=8),
+    Column("N", lambda run: text(run.world_size)),
+    Column("micro x acc\n(global)", batch),
+    Column("step time\nms", _step_time),
+    Column("samples/s", _measured("samples_per_s")),
+    Column("samples/s\nper device", _measured("samples_per_s_per_device")),
+    Column("tokens/s", _measured("tokens_per_s"), optional=True),
+    Column("TFLOPS\nper device", _measured("tflops_per_device"), optional=True),
+)
+REST = (
+    Column("MFU", _measured("mfu", percent), optional=True),
+    Column("peak memory\nGiB", _memory),
+    Column("data\nwait", _data_wait),
+    Column("syncs\n/step", _measured("syncs_per_step", str)),
+    Column("link", _link, words=10, optional=True),
+    Column("flags", _state, words=20),
+)

@@ -1,0 +1,232 @@
+"""Run directories read back: what completed, what failed, and which files cannot be believed."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, is_dataclass
+from pathlib import Path
+from types import UnionType
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+import yaml
+
+from scaling.results.record import SCHEMA_VERSION, Summary
+
+Status = Literal["complete", "failed", "incomplete"]
+
+# Any of these makes a folder a run. A lone config.yaml does not: configurations of other programs have that name too.
+MARKS = ("summary.json", "error.json", "steps.jsonl", "environment.json")
+RUN_NAME = re.compile(r".+-[0-9a-f]{8}-\d{2,}")  # <slug>-<digest8>-<nn>
+
+# Every ratio divides by some of these, so that a zero has to stop at the door.
+POSITIVE = ("world_size", "micro_batch_size", "accumulation_steps", "global_batch_size", "window_s", "samples_per_s")
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run directory. `summary` holds every field of the record; None: not completed, or not believable.
+
+    `problem` names each file that was skipped, with the reason.
+    """
+
+    path: Path
+    run_id: str
+    status: Status
+    summary: dict[str, Any] | None
+    config: dict[str, Any]
+    environment: dict[str, Any]
+    error: dict[str, Any] | None
+    problem: str | None
+
+    @property
+    def readable(self) -> bool:
+        """Whether there is a row to show; a completed run without a believable summary has none."""
+        return self.status != "complete" or self.summary is not None
+
+    def group(self, name: str) -> dict[str, Any]:
+        """Give a group of the config, empty where it was not recorded."""
+        return as_dict(self.config.get(name))
+
+    @property
+    def model(self) -> str:
+        """Of the summary, else of the config; "?" where neither was recorded."""
+        return self._head("model", self.group("model").get("name"))
+
+    @property
+    def strategy(self) -> str:
+        """Of the summary, else of the config; "?" where neither was recorded."""
+        return self._head("strategy", self.group("strategy").get("name"))
+
+    @property
+    def world_size(self) -> int | None:
+        """Ranks of the job; of a run without a summary, as many as the environment has devices."""
+        return self._count("world_size", len(as_list(self.environment.get("devices"))) or None)
+
+    @property
+    def micro_batch_size(self) -> int | None:
+        """Samples per rank per micro-step."""
+        return self._count("micro_batch_size", self.group("batch").get("micro_batch_size"))
+
+    @property
+    def accumulation_steps(self) -> int | None:
+        """Micro-batches per optimizer step."""
+        return self._count("accumulation_steps", self.group("batch").get("accumulation_steps"))
+
+    @property
+    def global_batch_size(self) -> int | None:
+        """Samples per optimizer step, over all ranks."""
+        return self._count("global_batch_size", self.group("batch").get("global_batch_size"))
+
+    def _head(self, key: str, otherwise: Any) -> str:
+        value = self.summary[key] if self.summary else otherwise
+        return str(value) if value is not None else "?"
+
+    def _count(self, key: str, otherwise: Any) -> int | None:
+        value = self.summary[key] if self.summary else otherwise
+        return value if isinstance(value, int) else None
+
+
+def as_dict(value: object) -> dict[str, Any]:
+    """Give the value if it is a mapping, else an empty one: files of strangers hold anything."""
+    return value if isinstance(value, dict) else {}
+
+
+def as_list(value: object) -> list[Any]:
+    """Give the value if it is a list, else an empty one."""
+    return value if isinstance(value, list) else []
+
+
+def read_runs(paths: Iterable[Path]) -> list[Run]:
+    """Read all runs at or below the paths, each once, by model, strategy (baselines first), world size and batch.
+
+    Raises ValueError in one line for a path that holds none.
+    """
+    return sorted((read_run(folder) for folder in find_runs(paths)), key=_place)
+
+
+def _place(run: Run) -> tuple[Any, ...]:
+    strategy = {"single": 0, "ddp": 1}.get(run.strategy, 2), run.strategy
+    batch = run.global_batch_size or 0, run.micro_batch_size or 0
+    return run.model, strategy, run.world_size or 0, batch, run.run_id, run.path
+
+
+def find_runs(paths: Iterable[Path]) -> list[Path]:
+    """Find the run directories at or below the paths, in order of first mention. Raises ValueError."""
+    found: dict[Path, None] = {}
+    for path in paths:
+        if not path.exists():
+            raise ValueError(f"{path}: no such folder")
+        if not path.is_dir():
+            raise ValueError(f"{path}: is a file; name the run's folder, or a folder of runs")
+        below = _below(path.resolve())
+        if not below:
+            raise ValueError(f"{path}: holds no run (a run's folder holds one of {', '.join(MARKS)})")
+        found |= dict.fromkeys(below)
+    return list(found)
+
+
+def _below(top: Path) -> list[Path]:
+    runs = []
+    for folder, folders, files in os.walk(top):
+        folders.sort()
+        if any(mark in files for mark in MARKS) or ("config.yaml" in files and RUN_NAME.fullmatch(Path(folder).name)):
+            runs.append(Path(folder))
+            folders.clear()  # the tracker's own files lie inside a run, and look like another
+    return runs
+
+
+def read_run(path: Path) -> Run:
+    """Read one run directory; a file that is truncated, foreign or too new is skipped and named in `problem`."""
+    problems: list[str] = []
+    config = as_dict(_load(path / "config.yaml", problems))
+    environment = as_dict(_load(path / "environment.json", problems))
+    error = _load(path / "error.json", problems)
+    summary = _load(path / "summary.json", problems)
+    if summary is not None and (reason := distrust(summary)):
+        problems.append(f"summary.json: {reason}")
+        summary = None
+    elif summary is not None:
+        summary = _complete(summary)
+    status: Status = "incomplete"
+    if (path / "summary.json").exists():
+        status = "complete"
+    elif (path / "error.json").exists():
+        status = "failed"
+    run_id = path.name if summary is None else summary["run_id"]
+    return Run(path, run_id, status, summary, config, environment, error, "; ".join(problems) or None)
+
+
+def _load(path: Path, problems: list[str]) -> dict[str, Any] | None:
+    """Read the mapping in a JSON or YAML file; None where there is none, with the reason added to `problems`."""
+    try:
+        text = path.read_text(encoding="utf-8")
+        content = yaml.safe_load(text) if path.suffix == ".yaml" else json.loads(text)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        problems.append(f"{path.name}: {error.strerror}")
+        return None
+    except (ValueError, yaml.YAMLError, RecursionError) as error:
+        kind = "YAML" if path.suffix == ".yaml" else "JSON"
+        problems.append(f"{path.name}: not {kind}, truncated? ({' '.join(str(error).split())})")
+        return None
+    if not isinstance(content, dict):
+        problems.append(f"{path.name}: holds no mapping, so it is not ours")
+        return None
+    return content
+
+
+def distrust(summary: dict[str, Any]) -> str | None:
+    """Say why a `summary.json` is not a training record of this schema, or None."""
+    version = summary.get("schema_version")
+    if not isinstance(version, int) or isinstance(version, bool):
+        return "has no schema_version, so it is not a record of scaling"
+    if version > SCHEMA_VERSION:
+        return f"schema_version {version} is newer than {SCHEMA_VERSION}, the newest that this version reads"
+    if str(summary.get("command")).split()[:1] == ["comm"]:
+        return "a record of scaling.comm, which this report does not show yet"
+    if reason := _mismatch(_complete(summary), Summary, ""):
+        return reason
+    measured = {key: summary[key] for key in POSITIVE} | {"step_time_s.mean": summary["step_time_s"]["mean"]}
+    wrong = [f"{key} is {value}" for key, value in measured.items() if value <= 0]
+    return f"{wrong[0]}, which no measurement gives" if wrong else None
+
+
+def _complete(summary: dict[str, Any]) -> dict[str, Any]:
+    """Add None for the fields that a version may have added since this record was written."""
+    return dict.fromkeys(get_type_hints(Summary)) | {"flags": []} | summary
+
+
+def _mismatch(value: object, hint: Any, name: str) -> str | None:
+    """Say what is wrong with a JSON value for a type of the record, or None; further fields are fine."""
+    if is_dataclass(hint):
+        if not isinstance(value, dict):
+            return f"{name} is no mapping"
+        inner = (_mismatch(value.get(key), of, f"{name}.{key}".lstrip(".")) for key, of in get_type_hints(hint).items())
+        return next((reason for reason in inner if reason), None)
+    return None if _fits(value, hint) else f"{name} is {str(value)[:40]!r}" if value is not None else f"has no {name}"
+
+
+def _fits(value: object, hint: Any) -> bool:
+    if get_origin(hint) is not None:
+        return _fits_generic(value, get_origin(hint), get_args(hint))
+    if hint is Any:
+        return True
+    if isinstance(value, bool):  # which is an int to isinstance
+        return hint is bool
+    if hint is float:  # NaN and infinity are no JSON, and no measurement
+        return isinstance(value, int | float) and abs(value) < math.inf
+    return isinstance(value, hint)
+
+
+def _fits_generic(value: object, origin: Any, arguments: tuple[Any, ...]) -> bool:
+    if origin in (Union, UnionType):
+        return any(_mismatch(value, argument, "") is None for argument in arguments)
+    if origin is tuple:  # JSON has lists only
+        return isinstance(value, list) and len(value) == len(arguments) and all(map(_fits, value, arguments))
+    items = list(value.values()) if isinstance(value, dict) else value
+    return isinstance(value, origin) and all(_fits(item, arguments[-1]) for item in as_list(items))

@@ -1,0 +1,175 @@
+"""Models and data: sizes, FLOPs, host synchronisation, attention, and text samples."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import yaml
+
+from scaling.config import BatchConfig, ModelConfig, SyntheticConfig, TextConfig, conf_dir
+from scaling.measure.collectives import Recorder
+from scaling.workload import Workload, build
+from scaling.workload.flops import flops_per_sample
+from scaling.workload.loader import open_source
+from scaling.workload.text import Text, read_text, text_files, text_path
+
+CPU = torch.device("cpu")
+
+
+def model(name: str, **changes: Any) -> ModelConfig:
+    values = yaml.safe_load((conf_dir() / "model" / f"{name}.yaml").read_text())
+    values.pop("defaults")
+    return ModelConfig(**(values | changes))
+
+
+def tiny(**changes: Any) -> Workload:
+    arguments = {"layers": 2, "hidden_size": 32, "heads": 2, "vocabulary": 256}
+    return build(model("gpt_tiny", args=arguments, sequence_length=16, **changes), CPU, seed=0)
+
+
+def test_gpt2_has_the_published_size_and_the_counted_flops() -> None:
+    assert build(model("gpt2"), "meta", seed=0).parameters == 124_439_808
+    assert flops_per_sample(model("gpt2")) / 1e9 == pytest.approx(875, rel=1e-3)
+
+
+def test_flops_of_a_small_gpt_by_hand() -> None:
+    layers, hidden, heads, vocabulary, length = 4, 128, 4, 256, 128
+    products = layers * (3 + 1 + 4 + 4) * hidden * hidden + vocabulary * hidden  # qkv, projection, two MLP layers, head
+    attention = layers * 2 * length * hidden  # per position: scores and weighted values, over all `length` positions
+    forward = 2 * length * (products + attention)
+    assert heads * (hidden // heads) == hidden
+    assert flops_per_sample(model("gpt_tiny")) == 3 * forward  # backward computes two products for each one
+
+
+def test_weights_depend_on_the_seed_alone() -> None:
+    first, second = tiny(), tiny()
+    other = build(model("gpt_tiny"), CPU, seed=1)
+    assert all(torch.equal(a, b) for a, b in zip(first.module.parameters(), second.module.parameters(), strict=True))
+    assert not torch.equal(next(build(model("gpt_tiny"), CPU, 0).module.parameters()), next(other.module.parameters()))
+
+
+def test_no_forward_makes_the_host_wait() -> None:
+    workload = tiny()
+    tensors = workload.synthetic(2, torch.Generator())
+    with Recorder() as recorder:
+        total, count = workload.loss(workload.module, tensors)
+        total.backward()
+    assert count == 32
+    assert recorder.host_syncs == 0
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_attention_is_causal_without_a_mask(compiled: bool) -> None:
+    module = tiny().module.eval()
+    masks: list[bool] = []
+
+    def inspect(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        calls = [node for node in graph.graph.nodes if "scaled_dot_product_attention" in str(node.target)]
+        masks.extend(node.kwargs.get("attn_mask") is not None or len(node.args) > 3 for node in calls)
+        assert calls and all(node.kwargs["is_causal"] is True for node in calls)
+        return graph.forward
+
+    forward: Any = torch.compile(module, backend=inspect, fullgraph=True) if compiled else module
+    tokens = torch.randint(256, (1, 16), generator=torch.Generator().manual_seed(0))
+    changed = tokens.clone()
+    changed[0, 10:] = (changed[0, 10:] + 1) % 256
+    with torch.no_grad():
+        before, after = forward(input_ids=tokens).logits, forward(input_ids=changed).logits
+    assert torch.equal(before[:, :10], after[:, :10])  # the future is not seen
+    assert not torch.allclose(before[:, 10:], after[:, 10:])
+    if compiled:
+        assert masks and not any(masks)
+
+
+def test_dropout_reaches_the_model() -> None:
+    workload = tiny(dropout=0.5)
+    tensors = workload.synthetic(2, torch.Generator())
+    first, second = (workload.loss(workload.module, tensors)[0] for _ in range(2))
+    assert float(first.detach()) != float(second.detach())
+
+
+def source(data: Any, batch: BatchConfig, rank: int, world_size: int) -> Any:
+    return open_source(data, batch, tiny(), seed=0, device=CPU, rank=rank, world_size=world_size)
+
+
+def test_synthetic_batches_rotate_and_differ_by_rank() -> None:
+    batch = BatchConfig(2, 3, 12)
+    mine = source(SyntheticConfig(batches=2), batch, 0, 2)
+    others = source(SyntheticConfig(batches=2), batch, 1, 2)
+    a, b, c = (next(mine.batches) for _ in range(3))
+    assert a is c and not torch.equal(a.tensors["inputs"], b.tensors["inputs"])
+    assert not torch.equal(a.tensors["inputs"], next(others.batches).tensors["inputs"])
+    assert (a.samples, a.targets, a.step_targets) == (2, 32, 32 * 3 * 2)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("lengths", ["fixed", "mixed"])
+def test_step_targets_are_the_targets_of_all_ranks_and_micro_steps(lengths: str, workers: int, tmp_path: Path) -> None:
+    (tmp_path / "text").write_text("The quick brown fox jumps over the lazy dog. " * 50)
+    data = TextConfig(path=str(tmp_path), lengths=lengths, workers=workers)
+    sources = [source(data, BatchConfig(2, 2, 8), rank, 2) for rank in range(2)]
+    for _ in range(3):
+        batches = [next(s.batches) for s in sources for _ in range(2)]
+        counted = [int((b.tensors["targets"] != -100).sum()) for b in batches]
+        assert [b.targets for b in batches] == counted
+        assert {b.step_targets for b in batches} == {sum(counted)}
+        assert [b.samples for b in batches] == [2, 2, 2, 2]
+
+
+def test_a_sample_is_its_bytes_and_the_next_ones() -> None:
+    text = Text(np.frombuffer(b"abcdefghijk", dtype=np.uint8), sequence_length=4)
+    assert len(text) == 2
+    tensors = text[np.array([1, 0])]
+    assert tensors["inputs"].tolist() == [list(b"efgh"), list(b"abcd")]
+    assert tensors["targets"].tolist() == [list(b"fghi"), list(b"bcde")]
+
+
+def test_a_short_sample_is_padded_and_its_padding_is_no_target() -> None:
+    text = Text(np.frombuffer(bytes(range(1, 42)), dtype=np.uint8), sequence_length=8, mixed=True)
+    indices = np.arange(5)
+    tensors, lengths = text[indices], text.targets(indices)
+    for row, length in enumerate(lengths):
+        assert tensors["targets"][row, :length].tolist() == [row * 8 + i + 2 for i in range(length)]
+        assert tensors["targets"][row, length:].tolist() == [-100] * (8 - length)
+
+
+def test_text_is_read_in_a_fixed_order_without_binaries_and_packages(tmp_path: Path) -> None:
+    (tmp_path / "b.txt").write_text("bb")
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "z.txt").write_text("zz")
+    (tmp_path / "c.bin").write_bytes(b"c\0c")
+    (tmp_path / ".hidden").write_text("hh")
+    (tmp_path / "site-packages").mkdir()
+    (tmp_path / "site-packages" / "p.py").write_text("pp")
+    assert [f.name for f in text_files(tmp_path)] == ["b.txt", "c.bin", "z.txt"]
+    assert read_text(tmp_path).tobytes() == b"bbzz"
+
+
+def test_the_default_text_is_the_standard_library() -> None:
+    assert (text_path(None) / "argparse.py").is_file()
+
+
+@pytest.mark.parametrize(
+    ("target", "message"),
+    [
+        ("scaling.workload.transformer", "write package.module:function"),
+        ("scaling.no_such:f", "No module named"),
+        ("scaling.workload.transformer:no_such", "no_such"),
+        ("scaling.workload.transformer:IGNORED", "is no function"),
+        ("builtins:dict", "not a scaling.workload.Workload"),
+    ],
+)
+def test_a_target_that_is_no_workload_is_named(target: str, message: str) -> None:
+    with pytest.raises(ValueError, match=f"model.target={target}.*{message}"):
+        build(ModelConfig("m", target), CPU, 0)
+
+
+def test_arguments_that_a_target_does_not_take_are_named() -> None:
+    with pytest.raises(ValueError, match=r"does not take .*layer"):
+        build(model("gpt_tiny", args={"layer": 1}), CPU, 0)
+    with pytest.raises(ValueError, match="hidden_size=32 does not divide by heads=3"):
+        build(model("gpt_tiny", args={"layers": 1, "hidden_size": 32, "heads": 3, "vocabulary": 256}), CPU, 0)
