@@ -7,6 +7,8 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NoReturn
 
 import hydra
@@ -15,15 +17,22 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
+from yaml import YAMLError
 
 from scaling.config import TrainConfig, conf_dir, register_schemas, validate
 from scaling.world import Launch, Refused
 
-# Hydra's own flags that only print, or that add a folder of the user's; everything else is an override.
-FLAGS_WITH_VALUE = ("--cfg", "-c", "--info", "-i", "--package", "-p", "--config-dir", "-cd")
-FLAGS = (*FLAGS_WITH_VALUE, "--help", "-h", "--hydra-help", "--resolve", "--shell-completion", "-sc")
-PRINTING = ("--help", "-h", "--hydra-help", "--cfg", "-c", "--info", "-i", "--shell-completion", "-sc")
+# Hydra's flags that only print, or that add a folder of the user's, and the values they take; all else is an override.
+FLAGS: dict[str, tuple[str, ...] | None] = {
+    "--help": None,
+    "--cfg": ("job", "hydra", "all"),
+    "--resolve": None,
+    "--info": ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath"),
+    "--config-dir": (),
+}
+SHORT = {"-h": "--help", "-c": "--cfg", "-i": "--info", "-cd": "--config-dir", "-m": "--multirun"}
+PRINTING = ("--help", "--cfg", "--info")
 ONE_RUN = "one launch is one measurement; a matrix of runs is python -m scaling.study"
 PATIENCE_S = 10.0  # how long the other ranks leave the word to the one that prints
 
@@ -56,54 +65,114 @@ def _refuse(name: str, message: str, launch: Launch, *, printer: int | None) -> 
 
 def compose(name: str, argv: list[str], launch: Launch) -> TrainConfig:
     """The typed config of this command line; exits where Hydra only printed. Raises ValueError in one line."""
-    _check_argv(argv)
-    if launch.rank != 0 and any(argument.split("=")[0] in PRINTING for argument in argv):
+    line = CommandLine.of(name, argv)
+    if launch.rank != 0 and any(flag.split("=")[0] in PRINTING for flag in line.flags):
         sys.exit(0)
     register_schemas()
-    OmegaConf.register_new_resolver("scaling_groups", _describe_groups, replace=True)
+    OmegaConf.register_new_resolver("scaling_groups", line.describe_groups, replace=True)
     os.environ["HYDRA_FULL_ERROR"] = "1"  # let the exceptions come out here
     composed: list[DictConfig] = []
     entry = hydra.main(version_base="1.3", config_path=str(conf_dir()), config_name=name)(composed.append)
+    given, sys.argv = sys.argv, [sys.argv[0], *line.flags, *line.overrides]  # what Hydra parses
     try:
         entry()
-        if not composed:
+        if not composed:  # Hydra only printed
             sys.exit(0)
         config = OmegaConf.to_object(composed[0])
-    except (HydraException, OmegaConfBaseException, ValueError) as error:
-        raise ValueError(explain(name, argv, error)) from error
+    except (HydraException, OmegaConfBaseException, YAMLError, ValueError) as error:
+        raise ValueError(explain(line, error)) from error
+    finally:
+        sys.argv = given
     assert isinstance(config, TrainConfig)
     return config
 
 
-def _check_argv(argv: list[str]) -> None:
-    """Refuse what Hydra would take and we do not, before Hydra starts."""
-    skip = False
-    for argument in argv:
-        if skip:
-            skip = False
-            continue
-        flag = argument.split("=")[0]
-        if flag in ("--multirun", "-m"):
-            raise ValueError(f"{flag}: {ONE_RUN}")
-        if argument.startswith(("+", "~")):
-            raise ValueError(
-                f"{argument}: keys are neither added nor removed here; existing ones are changed with key=value "
-                "(--help lists them), a matrix of runs is python -m scaling.study"
-            )
-        if argument.startswith("-"):
-            if flag not in FLAGS:
-                close = difflib.get_close_matches(flag, FLAGS, n=1)
-                hint = f"did you mean {close[0]}?" if close else "options are written key=value; --help lists them"
-                raise ValueError(f"{argument}: no such option; {hint}")
-            skip = flag in FLAGS_WITH_VALUE and "=" not in argument
+@dataclass(frozen=True)
+class CommandLine:
+    """A command line of ours: Hydra's flags first, which Hydra itself only takes in one place, then the overrides."""
+
+    name: str
+    flags: list[str]
+    overrides: list[str]
+    config_dir: Path | None  # of the user's, beside conf/
+
+    @classmethod
+    def of(cls, name: str, argv: list[str]) -> CommandLine:
+        """Raises ValueError for what Hydra would take and we do not."""
+        flags, overrides = {}, []
+        rest = list(argv)
+        while rest:
+            argument = rest.pop(0)
+            if argument.startswith("-"):
+                flag, value = _flag(argument, rest)
+                flags[flag] = value
+            else:
+                overrides.append(_override(argument))
+        folder = flags.get("--config-dir")
+        if folder is not None and not Path(folder).is_dir():
+            raise ValueError(f"--config-dir={folder}: no such folder")
+        words = [flag if value is None else f"{flag}={value}" for flag, value in flags.items()]
+        return cls(name, words, overrides, Path(folder).resolve() if folder else None)
+
+    def groups(self) -> dict[str, list[str]]:
+        """The options of every group of conf/ and of the user's folder."""
+        found: dict[str, set[str]] = {}
+        for root in (conf_dir(), self.config_dir):
+            for option in root.glob("*/*.yaml") if root else ():
+                found.setdefault(option.parent.name, set()).add(option.stem)
+        return {group: sorted(options) for group, options in sorted(found.items())}
+
+    def describe_groups(self) -> str:
+        return "\n".join(f"  {group}: {', '.join(options)}" for group, options in self.groups().items())
+
+    def tree(self, choices: list[str]) -> DictConfig:
+        """The config with these options of groups and nothing else from the command line."""
+        search = [f"hydra.searchpath=['file://{self.config_dir}']"] if self.config_dir else []
+        GlobalHydra.instance().clear()
+        with hydra.initialize_config_dir(str(conf_dir()), version_base="1.3"):
+            return hydra.compose(self.name, [*choices, *search])
 
 
-def explain(name: str, argv: list[str], error: Exception) -> str:
+def _flag(argument: str, rest: list[str]) -> tuple[str, str | None]:
+    """One flag and its value, which may be the next argument: then it leaves `rest`."""
+    flag, equals, value = argument.partition("=")
+    flag = SHORT.get(flag, flag)
+    if flag == "--multirun":
+        raise ValueError(f"{argument}: {ONE_RUN}")
+    if flag not in FLAGS:
+        close = difflib.get_close_matches(flag, FLAGS, n=1)
+        hint = f"did you mean {close[0]}?" if close else "options are written key=value; --help lists them"
+        raise ValueError(f"{argument}: no such option; {hint}")
+    choices = FLAGS[flag]
+    if choices is None:
+        if equals:
+            raise ValueError(f"{argument}: {flag} takes no value")
+        return flag, None
+    if not equals and flag == "--info" and (not rest or rest[0] not in choices):
+        value = "all"
+    elif not equals:
+        value = rest.pop(0) if rest else ""
+    if (choices and value not in choices) or not value:
+        raise ValueError(f"{flag}={value}: needs {'one of ' + ', '.join(choices) if choices else 'a folder'}")
+    return flag, value
+
+
+def _override(argument: str) -> str:
+    if argument.startswith(("+", "~")):
+        raise ValueError(
+            f"{argument}: keys are neither added nor removed here; existing ones are changed with key=value "
+            "(--help lists them), a matrix of runs is python -m scaling.study"
+        )
+    if argument.startswith(("hydra.", "hydra/", "hydra=")):
+        raise ValueError(f"{argument}: Hydra's own settings are fixed here; --config-dir adds a folder of your configs")
+    return argument
+
+
+def explain(line: CommandLine, error: Exception) -> str:
     """One line for a command line that Hydra refused: which override, and what would work."""
-    texts = [argument for argument in argv if not argument.startswith("-")]
     parser = OverridesParser.create()
     overrides: list[Override] = []
-    for text in texts:
+    for text in line.overrides:
         if "=" not in text:
             return f"{text}: not an override; write key=value or group=option"
         try:
@@ -111,18 +180,16 @@ def explain(name: str, argv: list[str], error: Exception) -> str:
         except HydraException as problem:
             return f"{text}: cannot be read ({str(problem).splitlines()[0]}); quote the value, as in 'key=\"a value\"'"
     for override in overrides:
-        if (override.key_or_group or "").split(".")[0] != "hydra" and (
-            message := _explain_one(name, overrides, override)
-        ):
+        if message := _explain_one(line, overrides, override):
             return message
-    return str(error).splitlines()[0]
+    return " ".join(str(error).splitlines()[:2])
 
 
-def _explain_one(name: str, overrides: list[Override], override: Override) -> str | None:
+def _explain_one(line: CommandLine, overrides: list[Override], override: Override) -> str | None:
     key, text = override.key_or_group, override.input_line or ""
     if override.is_sweep_override():
         return f"{text}: several values are a sweep; {ONE_RUN}"
-    groups = _groups()
+    groups = line.groups()
     if key in groups:
         option = str(override.value())
         if option not in groups[key]:
@@ -131,33 +198,19 @@ def _explain_one(name: str, overrides: list[Override], override: Override) -> st
     chosen = [
         o.input_line or "" for o in overrides if o.key_or_group in groups and str(o.value()) in groups[o.key_or_group]
     ]
-    tree = _quietly_compose(name, chosen)
-    if key not in (known := sorted(_keys(tree))):
-        owners = _owners(name, key, groups)
-        if owners:
-            return f"{text}: {key} belongs to {' and '.join(owners)}; here {_siblings(key, known)}"
-        return f"{text}: no such key{_near(key, sorted({*known, *groups}))}; {_siblings(key, known)}"
-    try:
-        OmegaConf.update(tree, key, override.value())
-    except OmegaConfBaseException as problem:
-        return f"{text}: {str(problem).splitlines()[0]}"
-    return None
-
-
-def _groups() -> dict[str, list[str]]:
-    """The options of every group of conf/."""
-    folders = sorted(path for path in conf_dir().iterdir() if path.is_dir())
-    return {folder.name: sorted(option.stem for option in folder.glob("*.yaml")) for folder in folders}
-
-
-def _describe_groups() -> str:
-    return "\n".join(f"  {group}: {', '.join(options)}" for group, options in _groups().items())
-
-
-def _quietly_compose(name: str, overrides: list[str]) -> DictConfig:
-    GlobalHydra.instance().clear()
-    with hydra.initialize_config_dir(str(conf_dir()), version_base="1.3"):
-        return hydra.compose(name, overrides)
+    tree = line.tree(chosen)
+    known = sorted(_keys(tree))
+    if key in known:
+        try:
+            OmegaConf.update(tree, key, override.value())
+            return None
+        except (ConfigKeyError, ConfigAttributeError) as problem:  # inside a value that is itself a mapping
+            key = str(problem.full_key)
+        except OmegaConfBaseException as problem:
+            return f"{text}: {str(problem).splitlines()[0]}"
+    if owners := _owners(line, key, groups):
+        return f"{text}: {key} belongs to {' and '.join(owners)}; here {_siblings(key, known)}"
+    return f"{text}: no such key{_near(key, sorted({*known, *groups}))}; {_siblings(key, known)}"
 
 
 def _keys(node: Any, prefix: str = "") -> Iterator[str]:
@@ -170,12 +223,10 @@ def _keys(node: Any, prefix: str = "") -> Iterator[str]:
             yield from _keys(child, f"{prefix}{key}.")
 
 
-def _owners(name: str, key: str, groups: dict[str, list[str]]) -> list[str]:
+def _owners(line: CommandLine, key: str, groups: dict[str, list[str]]) -> list[str]:
     """The options of other groups that have this key, as `data=text`."""
     group = key.split(".")[0]
-    return [
-        f"{group}={o}" for o in groups.get(group, []) if key in set(_keys(_quietly_compose(name, [f"{group}={o}"])))
-    ]
+    return [f"{group}={o}" for o in groups.get(group, []) if key in set(_keys(line.tree([f"{group}={o}"])))]
 
 
 def _near(word: str, known: list[str]) -> str:
@@ -183,7 +234,7 @@ def _near(word: str, known: list[str]) -> str:
     close = difflib.get_close_matches(word, known, n=2) or [
         leaf[match] for match in difflib.get_close_matches(word.split(".")[-1], leaf, n=2)
     ]
-    return f", did you mean {' or '.join(close)}?" if close else ""
+    return f" (did you mean {' or '.join(close)}?)" if close else ""
 
 
 def _siblings(key: str, known: list[str]) -> str:

@@ -117,7 +117,7 @@ class TrainConfig:
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     measure: MeasureConfig = field(default_factory=MeasureConfig)
     compile: bool = False
-    threads: int | None = None
+    threads: int = 1
     timeout_s: float = 300.0
     device: str = "auto"
     seed: int = 0

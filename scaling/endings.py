@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import sys
@@ -17,9 +18,10 @@ import psutil
 from scaling.results.store import write_error
 from scaling.world import Member
 
-SIGNALS = (signal.SIGTERM, signal.SIGINT)
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 PR_SET_PDEATHSIG = 1  # Linux, prctl(2)
 GRACE_S = 3.0  # a killed rank's sockets close before its process is gone
+LAST_WORDS_S = 10  # for error.json and open output; a reader that is gone or a lock that is held ends them
 
 
 class Watcher:
@@ -34,6 +36,8 @@ class Watcher:
         self.members: list[Member] = []
         self.rank = 0
         self.on_exit: Callable[[], None] = lambda: None
+        self._signalled = False
+        self._thread = threading.Thread(target=self._watch, name="signals", daemon=True)
         self._read, self._write = os.pipe()
         os.set_blocking(self._write, False)
 
@@ -41,26 +45,32 @@ class Watcher:
         """Take the signals from here on; with `follow_parent` the launcher's death is a SIGTERM too (Linux)."""
         signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
         for number in SIGNALS:
-            signal.signal(number, _leave_to_watcher)
+            if signal.getsignal(number) is not signal.SIG_IGN:  # nohup, and shells' background jobs
+                signal.signal(number, self._leave_to_thread)
         os.register_at_fork(after_in_child=_forget_signals)
         if follow_parent and sys.platform == "linux":
             import ctypes
 
             ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
-        threading.Thread(target=self._watch, name="signals", daemon=True).start()
+        self._thread.start()
+
+    def _leave_to_thread(self, number: int, frame: FrameType | None) -> None:
+        """The wake-up byte makes the thread act; it only comes while a handler is installed."""
+        self._signalled = True
 
     def _watch(self) -> None:
         number = os.read(self._read, 1)[0]
         while number not in SIGNALS:
             number = os.read(self._read, 1)[0]
-        if self.run_dir is not None:
-            gone = self.gone()
-            name = signal.Signals(number).name
-            kind = "killed" if gone else "terminated"
-            write_error(
-                self.run_dir, kind, gone[0] if gone else self.rank, _say_gone(gone) if gone else f"ended by {name}"
-            )
-        leave(128 + number, self.on_exit)
+        try:
+            signal.alarm(LAST_WORDS_S)
+            if self.run_dir is not None:
+                if gone := self.gone():
+                    write_error(self.run_dir, "killed", gone[0], _say_gone(gone))
+                else:
+                    write_error(self.run_dir, "terminated", self.rank, f"ended by {signal.Signals(number).name}")
+        finally:
+            leave(128 + number, self.on_exit)
 
     def gone(self) -> list[int]:
         """Ranks of this host whose process has ended; of other hosts nothing is known."""
@@ -73,9 +83,11 @@ class Watcher:
 
     def failed(self, error: BaseException) -> None:
         """Record why this rank cannot go on; a broken connection is the fault of the rank that is gone."""
+        if self._signalled:  # whatever broke, broke because this process and its workers were told to end
+            self._thread.join()
         kind, message = classify(error), str(error)
         gone: list[int] = []
-        if kind == "other" and len(self.members) > 1 and isinstance(error, RuntimeError):
+        if kind == "other" and len(self.members) > 1 and _lost_a_peer(error):
             deadline = time.monotonic() + GRACE_S
             while not (gone := self.gone()) and time.monotonic() < deadline:
                 time.sleep(0.05)
@@ -89,18 +101,15 @@ class Watcher:
 
 def _say_gone(gone: list[int]) -> str:
     ranks = f"rank{'s' if len(gone) > 1 else ''} {', '.join(map(str, gone))}"
-    return f"{ranks} ended without a word (killed from outside, or out of host memory)"
-
-
-def _leave_to_watcher(number: int, frame: FrameType | None) -> None:
-    """The thread acts on the wake-up byte; installing a handler is what makes the byte come."""
+    return f"{ranks} ended without a word (killed from outside, out of host memory, or crashed)"
 
 
 def _forget_signals() -> None:
     """A forked loader worker dies of its own signals and does not wake its parent's watcher."""
     signal.set_wakeup_fd(-1)
     for number in SIGNALS:
-        signal.signal(number, signal.SIG_DFL)
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, signal.SIG_DFL)
 
 
 def _alive(member: Member) -> bool:
@@ -109,6 +118,8 @@ def _alive(member: Member) -> bool:
         return bool(process.status() != psutil.STATUS_ZOMBIE and abs(process.create_time() - member.started) < 1.0)
     except psutil.NoSuchProcess:
         return False
+    except psutil.Error:
+        return True
 
 
 def classify(error: BaseException) -> str:
@@ -120,14 +131,27 @@ def classify(error: BaseException) -> str:
         return "oom"
     if isinstance(error, TimeoutError) or "timed out" in text or "timeout" in text:
         return "timeout"
-    return "config" if isinstance(error, ValueError) else "other"
+    return "other"  # a ValueError too: a mistake of the user's is a Refused and never comes here
+
+
+def _lost_a_peer(error: BaseException) -> bool:
+    """Whether it may be a collective or a store that broke because another rank's process has ended."""
+    from torch.distributed import DistError
+
+    text = str(error).lower()
+    words = ("gloo", "nccl", "connection", "broken pipe", "socket")
+    return isinstance(error, DistError) or (isinstance(error, RuntimeError) and any(word in text for word in words))
 
 
 def leave(code: int, on_exit: Callable[[], None] = lambda: None) -> None:
     """End this process and its children now; a process group with a dead peer would hold a normal exit up."""
-    on_exit()
-    for child in psutil.Process().children(recursive=True):
-        child.kill()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
+    try:
+        signal.alarm(LAST_WORDS_S)
+        for child in psutil.Process().children(recursive=True):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                child.kill()
+        on_exit()
+        sys.stdout.flush()
+        sys.stderr.flush()
+    finally:
+        os._exit(code)

@@ -22,7 +22,7 @@ from scaling.results import store
 from scaling.results.record import Summary
 from scaling.workload import Workload, build
 from scaling.workload.flops import flops_per_sample
-from scaling.workload.loader import Source, open_source
+from scaling.workload.loader import Place, Source, open_source
 from scaling.world import World, hosts
 
 
@@ -42,9 +42,12 @@ def measure(setup: Setup) -> Summary | None:
     config, world, progress = setup.config, setup.world, setup.progress
     _, accumulation, total = config.batch.sizes
     allowed = cores.available_cores()
-    threads, cores_per_rank, crowded = _bind(config, world)
+    own_cores = world.device.type == "cpu"
+    cores_per_rank, crowded = cores.bind(
+        world.launch.local_rank, world.launch.local_world_size, config.threads, own_cores
+    )
     progress.update(f"building {config.model.name} on {world.members[0].device_name}")
-    workload, source = world.together(lambda: _build(config, world))
+    workload, source = world.together(lambda: _build(config, world, allowed))
     _same_data(world, source)
     _write_environment(setup, source, allowed)
     flops = _count_flops(config) if world.rank == 0 else None
@@ -85,7 +88,7 @@ def measure(setup: Setup) -> Summary | None:
         count=count,
         gradients_reduced=reduced,
         parameters_agree=agree,
-        threads=threads,
+        threads=config.threads,
         cores_per_rank=cores_per_rank,
         flags=[flag for flag, is_raised in raised.items() if is_raised],
     )
@@ -96,20 +99,10 @@ def measure(setup: Setup) -> Summary | None:
     return summary
 
 
-def _bind(config: TrainConfig, world: World) -> tuple[int, int | None, bool]:
-    """Threads of this rank, cores it is bound to, and whether its host has too few."""
-    if world.device.type != "cpu" and config.threads is None:
-        return torch.get_num_threads(), None, False
-    threads = config.threads or 1
-    bound, crowded = cores.bind(world.launch.local_rank, world.launch.local_world_size, threads)
-    return threads, bound, crowded
-
-
-def _build(config: TrainConfig, world: World) -> tuple[Workload, Source]:
+def _build(config: TrainConfig, world: World, allowed_cores: list[int]) -> tuple[Workload, Source]:
     workload = build(config.model, world.device, config.seed)
-    place = {"rank": world.rank, "world_size": world.size}
-    source = open_source(config.data, config.batch, workload, seed=config.seed, device=world.device, **place)
-    return workload, source
+    place = Place(world.rank, world.size, world.device, allowed_cores)
+    return workload, open_source(config.data, config.batch, workload, config.seed, place)
 
 
 def _same_data(world: World, source: Source) -> None:

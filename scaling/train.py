@@ -11,7 +11,6 @@ from scaling.command import repeat_command, run
 from scaling.config import SingleConfig, TextConfig, TrainConfig, digest
 from scaling.endings import Watcher, leave
 from scaling.engine.precision import check_precision
-from scaling.measurement import Setup, measure
 from scaling.reporting.progress import Progress
 from scaling.reporting.run_table import print_run
 from scaling.results import store
@@ -42,13 +41,15 @@ def main(config: TrainConfig, launch: Launch) -> int:
     assert run_dir is not None
     watcher.run_dir = run_dir
     try:
+        from scaling.measurement import Setup, measure  # brings in transformers: not before it is needed
+
         if world.rank == 0:
             store.write_config(run_dir, asdict(config), command)
         summary = measure(Setup(config, world, run_dir, command, progress))
         world.close()
     except Refused as mistake:
-        if world.rank == mistake.rank:
-            store.write_error(run_dir, "config", mistake.rank, str(mistake))
+        progress.clear()
+        store.write_error(run_dir, "config", mistake.rank, str(mistake))  # the first to get there; all know the same
         raise
     except BaseException as error:
         progress.clear()

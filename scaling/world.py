@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import os
 import platform
+import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -197,7 +198,7 @@ class World:
             local_check(device)
         except ValueError as error:
             problem = str(error)
-        store = store or _rendezvous(launch, timeout)
+        store = store or _rendezvous(launch, timeout_s)
         members = _introduce(store, launch, Member.here(launch, device, config, problem), timeout_s)
         check_one_world(members)
         assert device is not None
@@ -263,55 +264,65 @@ class World:
             dist.destroy_process_group()
 
 
-def _rendezvous(launch: Launch, timeout: timedelta) -> dist.Store:
+def _rendezvous(launch: Launch, timeout_s: float) -> dist.Store:
+    """The store of this launch, kept by torchrun or else by rank 0. Raises ValueError.
+
+    It waits for nobody: `_introduce` does, and can say who is missing.
+    """
     if not launch.torchrun:
         return dist.HashStore()
+    address, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
+    if not address or not port.isdecimal():
+        raise ValueError(f"MASTER_ADDR={address} and MASTER_PORT={port} do not say where ranks meet; use torchrun")
+    serves = launch.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    timeout = timedelta(seconds=timeout_s)
     try:
-        store, _, _ = next(iter(dist.rendezvous("env://", launch.rank, launch.world_size, timeout=timeout)))
+        store = dist.TCPStore(
+            address, int(port), launch.world_size, is_master=serves, timeout=timeout, wait_for_workers=False
+        )
     except (dist.DistError, RuntimeError, ValueError) as error:
-        where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
-        raise ValueError(
-            f"rank {launch.rank} cannot meet the others at {where} ({str(error).splitlines()[0]}); "
-            "is the port another launch's? torchrun --standalone takes a free one"
+        hint = "is the port another launch's? torchrun --standalone takes a free one" if serves else "is rank 0 there?"
+        raise Refused(
+            f"rank {launch.rank} of {launch.world_size} cannot meet the others at {address}:{port} "
+            f"({str(error).splitlines()[0].rstrip('.')}); {hint}",
+            launch.rank,
         ) from error
-    return cast(dist.Store, store)
+    # torchrun restarts failed ranks on the store that it has
+    return dist.PrefixStore(f"scaling/attempt/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
 
 
 def _introduce(store: dist.Store, launch: Launch, me: Member, timeout_s: float) -> list[Member]:
     """Every rank's own words, in rank order. Raises Refused for a rank that two processes claim or none does."""
     hello = dist.PrefixStore("scaling/hello", store)
-    if hello.add(f"claims/{me.rank}", 1) > 1:
-        hello.set(
-            "doubled", f"rank {me.rank} of {launch.world_size} was started twice (again on {me.host}, pid {me.pid})"
+    mine = json.dumps(asdict(me))
+    if (claim := hello.compare_set(f"member/{me.rank}", "", mine).decode()) != mine:
+        first = Member(**json.loads(claim))
+        doubled = (
+            f"rank {me.rank} of {launch.world_size} was started twice: "
+            f"on {first.host} (pid {first.pid}) and on {me.host} (pid {me.pid})"
         )
-    else:
-        hello.set(f"member/{me.rank}", json.dumps(asdict(me)))
+        hello.set("doubled", doubled)
+        raise Refused(doubled, me.rank)
+    deadline = time.monotonic() + timeout_s
     members = []
     for rank in range(launch.world_size):
-        _wait(
-            hello,
-            f"member/{rank}",
-            timeout_s,
-            f"rank {rank} of {launch.world_size} did not come within timeout_s={timeout_s:g}",
-        )
+        _wait(hello, rank, deadline, f"rank {rank} of {launch.world_size} did not come within timeout_s={timeout_s:g}")
         members.append(Member(**json.loads(hello.get(f"member/{rank}"))))
     return members
 
 
-def _wait(store: dist.Store, key: str, timeout_s: float, otherwise: str) -> None:
-    """Wait for `key` in slices, so that a doubled rank ends the wait early."""
-    slices = max(1, round(timeout_s))
-    for _ in range(slices):
-        if store.check(["doubled"]):
-            raise Refused(store.get("doubled").decode(), 0)
-        try:
-            store.wait([key], timedelta(seconds=timeout_s / slices))
-        except (dist.DistError, RuntimeError):
-            continue
-        if store.check(["doubled"]):
-            raise Refused(store.get("doubled").decode(), 0)
-        return
-    raise Refused(otherwise, 0)
+def _wait(hello: dist.Store, rank: int, deadline: float, otherwise: str) -> None:
+    """Until `rank` has introduced itself; by asking, because a store's own wait neither ends early nor is it quiet."""
+    pause = 0.01
+    while True:
+        if hello.check(["doubled"]):
+            raise Refused(hello.get("doubled").decode(), 0)
+        if hello.check([f"member/{rank}"]):
+            return
+        if time.monotonic() > deadline:
+            raise Refused(otherwise, 0)
+        time.sleep(pause)
+        pause = min(2 * pause, 0.5)
 
 
 def hosts(members: Iterable[Member]) -> list[str]:

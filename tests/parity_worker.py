@@ -32,7 +32,7 @@ from scaling.engine.ddp import DDPEngine
 from scaling.measure.agreement import disagreeing, fingerprint
 from scaling.measure.collectives import count_step
 from scaling.workload import Batch, build
-from scaling.workload.loader import open_source
+from scaling.workload.loader import Place, open_source
 from scaling.world import Launch, World
 
 STEPS = 3
@@ -131,15 +131,8 @@ def train(config: TrainConfig, sabotage: str | None, world: World) -> dict[str, 
     """Three steps, then what the checks of a run say of a fourth."""
     workload = build(config.model, world.device, config.seed)
     start = {name: p.detach().clone() for name, p in workload.module.named_parameters()}
-    source = open_source(
-        config.data,
-        config.batch,
-        workload,
-        seed=config.seed,
-        device=world.device,
-        rank=world.rank,
-        world_size=world.size,
-    )
+    place = Place(world.rank, world.size, world.device, [])
+    source = open_source(config.data, config.batch, workload, config.seed, place)
     make: Callable[..., Engine] = make_engine
     engine = make(config, workload, world.device, world.size)
     if sabotage is not None:

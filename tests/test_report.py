@@ -17,7 +17,8 @@ import yaml
 from scaling import report
 from scaling.analysis.comparable import batch_change, batch_relation, contradictions, mismatches, refusals, remarks
 from scaling.analysis.efficiency import Ratio, Row, scaling_rows, strong_efficiency, weak_efficiency
-from scaling.reporting.terminal import PIPED, number, print_report, render, verdict
+from scaling.reporting.columns import number
+from scaling.reporting.terminal import PIPED, print_report, render, verdict
 from scaling.results.reader import Run, find_runs, read_run, read_runs
 from scaling.results.record import Link, Memory, StepTime, Summary
 

@@ -12,9 +12,10 @@ import yaml
 
 from scaling.config import BatchConfig, ModelConfig, SyntheticConfig, TextConfig, conf_dir
 from scaling.measure.collectives import Recorder
-from scaling.workload import Workload, build
+from scaling.measure.loop import TrainingLoop
+from scaling.workload import Batch, Workload, build
 from scaling.workload.flops import flops_per_sample
-from scaling.workload.loader import open_source
+from scaling.workload.loader import Place, open_source
 from scaling.workload.text import Text, read_text, text_files, text_path
 
 CPU = torch.device("cpu")
@@ -93,7 +94,7 @@ def test_dropout_reaches_the_model() -> None:
 
 
 def source(data: Any, batch: BatchConfig, rank: int, world_size: int) -> Any:
-    return open_source(data, batch, tiny(), seed=0, device=CPU, rank=rank, world_size=world_size)
+    return open_source(data, batch, tiny(), 0, Place(rank, world_size, CPU, []))
 
 
 def test_synthetic_batches_rotate_and_differ_by_rank() -> None:
@@ -173,3 +174,24 @@ def test_arguments_that_a_target_does_not_take_are_named() -> None:
         build(model("gpt_tiny", args={"layer": 1}), CPU, 0)
     with pytest.raises(ValueError, match="hidden_size=32 does not divide by heads=3"):
         build(model("gpt_tiny", args={"layers": 1, "hidden_size": 32, "heads": 3, "vocabulary": 256}), CPU, 0)
+
+
+def test_the_loop_notes_every_shape_and_counts_what_it_was_given() -> None:
+    class Still:
+        skipped = 0
+
+        def accumulate(self, batch: Batch, *, last: bool) -> torch.Tensor:
+            return torch.tensor(0.5)
+
+        def step(self) -> None: ...
+
+    def batch(length: int) -> Batch:
+        return Batch({"inputs": torch.zeros(2, length)}, samples=2, targets=length, step_targets=9)
+
+    engine: Any = Still()
+    loop = TrainingLoop(engine, iter([batch(3), batch(3), batch(4), batch(4)]), accumulation_steps=2)
+    loop.step()
+    assert len(loop.shapes) == 1
+    loop.step()
+    assert len(loop.shapes) == 2  # C22: with compilation on, the second one is compiled inside the window
+    assert [(n.samples, n.targets, float(n.loss)) for n in loop.noted] == [(4, 6, 1.0), (4, 8, 1.0)]

@@ -60,6 +60,5 @@ def make_engine(config: TrainConfig, workload: Workload, device: torch.device, w
     from scaling.engine.ddp import DDPEngine, DeferredEngine
 
     kind = DDPEngine if config.strategy.overlap else DeferredEngine
-    return kind(
-        workload, optimizer, precision, world_size, bucket_mb=config.strategy.bucket_mb, clip=config.optimizer.clip
-    )
+    bucket_mb, clip = config.strategy.bucket_mb, config.optimizer.clip
+    return kind(workload, optimizer, precision, world_size, bucket_mb=bucket_mb, clip=clip)

@@ -1,7 +1,7 @@
 """Data parallel: every rank holds the whole model and the gradients are averaged once per optimizer step."""
 
 # No `from __future__ import annotations`: DDP reads the annotations of a communication hook as objects.
-from typing import cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -13,13 +13,11 @@ from scaling.engine.single import SingleEngine
 from scaling.workload import Batch, Workload
 
 MIB = 2**20
+TORCH_BUCKET_MB = 25.0  # DDP's default; given as a number it would lose the small first bucket that comes with it
 
 
-class DDPEngine(SingleEngine):
-    """torch DistributedDataParallel: buckets are reduced while backward runs.
-
-    `static_graph` is not offered: it fails inside the reducer together with accumulation.
-    """
+class _Replicas(SingleEngine):
+    """The whole model on every rank."""
 
     def __init__(
         self,
@@ -28,21 +26,30 @@ class DDPEngine(SingleEngine):
         precision: Precision,
         world_size: int,
         *,
-        bucket_mb: float = 25.0,
         clip: float | None = None,
     ) -> None:
         super().__init__(workload, optimizer, precision, clip=clip)
         self.reduce_dtype = precision.reduce_dtype
         self._world_size = world_size
+
+
+class DDPEngine(_Replicas):
+    """torch DistributedDataParallel: buckets are reduced while backward runs.
+
+    `static_graph` is not offered: it fails inside the reducer together with accumulation.
+    """
+
+    def __init__(self, *args: Any, bucket_mb: float, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
         device = self._parameters[0].device
         self._ddp = DistributedDataParallel(
-            workload.module,
+            self.module,
             device_ids=None if device.type == "cpu" else [device],
-            bucket_cap_mb=bucket_mb,
+            bucket_cap_mb=None if bucket_mb == TORCH_BUCKET_MB else bucket_mb,
             gradient_as_bucket_view=True,
         )
-        if precision.reduce_dtype != torch.float32:
-            self._ddp.register_comm_hook(precision.reduce_dtype, _reduce_as)
+        if self.reduce_dtype != torch.float32:
+            self._ddp.register_comm_hook(self.reduce_dtype, _reduce_as)
         self._forward = self._ddp
 
     def accumulate(self, batch: Batch, *, last: bool) -> Tensor:
@@ -65,22 +72,11 @@ def _reduce_as(dtype: torch.dtype, bucket: dist.GradBucket) -> torch.futures.Fut
     return cast(torch.futures.Future[Tensor], work.get_future().then(back))
 
 
-class DeferredEngine(SingleEngine):
+class DeferredEngine(_Replicas):
     """Data parallel without overlap: buckets of the same size, reduced one after another after the last backward."""
 
-    def __init__(
-        self,
-        workload: Workload,
-        optimizer: torch.optim.Optimizer,
-        precision: Precision,
-        world_size: int,
-        *,
-        bucket_mb: float = 25.0,
-        clip: float | None = None,
-    ) -> None:
-        super().__init__(workload, optimizer, precision, clip=clip)
-        self.reduce_dtype = precision.reduce_dtype
-        self._world_size = world_size
+    def __init__(self, *args: Any, bucket_mb: float, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
         self._buckets = split_into_buckets(list(reversed(self._parameters)), int(bucket_mb * MIB))
         for tensor in [*self._parameters, *self.module.buffers()]:
             dist.broadcast(tensor.detach(), src=0)  # as DistributedDataParallel does when it wraps

@@ -41,17 +41,18 @@ def oversubscribed(cores: int, quota: float | None, local_world_size: int, threa
     return local_world_size * threads > min(float(cores), quota or float(cores))
 
 
-def bind(local_rank: int, local_world_size: int, threads: int) -> tuple[int | None, bool]:
-    """Run on `threads` cores of this rank's own, the same number for every world size.
+def bind(local_rank: int, local_world_size: int, threads: int, own_cores: bool) -> tuple[int | None, bool]:
+    """Compute with `threads` threads, the same number for every world size; with `own_cores` on as many cores.
 
     Returns (cores bound to, or None, whether the host is oversubscribed). Call before any compute: threads
-    that a library starts later inherit the binding.
+    that a library starts later inherit the binding. A rank beside an accelerator is not bound: its threads feed
+    the device and the network, and wait more than they compute.
     """
     cores = available_cores()
     torch.set_num_threads(threads)
     if oversubscribed(len(cores), cpu_quota(), local_world_size, threads):
         return None, True
-    if not hasattr(os, "sched_setaffinity"):
+    if not own_cores or not hasattr(os, "sched_setaffinity"):
         return None, False
     mine = share(cores, local_rank, threads)
     for task in Path("/proc/self/task").iterdir():  # threads that imports have started, too

@@ -40,7 +40,7 @@ def print_report(runs: Sequence[Run], stream: TextIO) -> None:
 
 
 def render(runs: Sequence[Run], width: int, *, colour: bool) -> str:
-    """Lay the whole report out as report of at most `width` columns."""
+    """Lay the whole report out as text of at most `width` columns."""
     console = Console(
         file=io.StringIO(),
         width=width,

@@ -70,8 +70,11 @@ def read_steps(run_dir: Path) -> list[Step]:
 
 
 def write_summary(run_dir: Path, summary: Summary) -> None:
-    """`summary.json`: its presence means that the run completed."""
+    """`summary.json`: its presence means that the run completed. Raises RuntimeError for one that ended already."""
+    if (run_dir / "error.json").exists():
+        raise RuntimeError(f"{run_dir}: this run has ended with an error.json and gets no summary")
     _write(run_dir / "summary.json", json.dumps(asdict(summary), indent=2, allow_nan=False) + "\n")
+    (run_dir / "error.json").unlink(missing_ok=True)  # of a rank that was told to end in this very moment
 
 
 def write_error(run_dir: Path, kind: str, rank: int, message: str, trace: str | None = None) -> bool:
@@ -82,6 +85,9 @@ def write_error(run_dir: Path, kind: str, rank: int, message: str, trace: str | 
     try:
         _write(run_dir / "error.json", content, replace=False)
     except OSError:  # another rank was first, or the folder is gone: there is nobody left to tell
+        return False
+    if (run_dir / "summary.json").exists():  # completed while this was written
+        (run_dir / "error.json").unlink(missing_ok=True)
         return False
     return True
 
@@ -98,6 +104,17 @@ def _write(path: Path, text: str, *, replace: bool = True) -> None:
         if replace:
             Path(temporary).replace(path)
         else:
-            path.hardlink_to(temporary)
+            _link(temporary, path)
     finally:
         Path(temporary).unlink(missing_ok=True)
+
+
+def _link(temporary: str, path: Path) -> None:
+    """Give the file its name unless the name is taken; where the file system has no hard links, write it there."""
+    try:
+        path.hardlink_to(temporary)
+    except FileExistsError:
+        raise
+    except OSError:
+        with path.open("x") as file:
+            file.write(Path(temporary).read_text())

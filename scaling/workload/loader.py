@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
+import os
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,100 +18,89 @@ from scaling.workload.order import Order, micro_batch
 from scaling.workload.text import BYTES, Text, read_text, text_path
 
 
+@dataclass(frozen=True)
+class Place:
+    """Whose micro-batches, and where they go. Loader workers may run on any of `cores`; empty: where the rank runs."""
+
+    rank: int
+    world_size: int
+    device: torch.device
+    cores: list[int]
+
+
+@dataclass(frozen=True)
 class Source:
-    """The data of a run: `batches` yields this rank's micro-batches for ever, accumulation after accumulation."""
+    """The data of a run: `batches` yields this rank's micro-batches for ever, accumulation after accumulation.
 
-    def __init__(self, batches: Iterator[Batch], description: str, facts: dict[str, Any]) -> None:
-        self.batches = batches
-        self.description = description  # the record's `data`
-        self.facts = facts  # what else identifies it; the same on every rank
+    `description` is the record's `data`; `facts` identify the content and are the same on every rank.
+    """
+
+    batches: Iterator[Batch]
+    description: str
+    facts: dict[str, Any]
 
 
-def open_source(
-    data: DataConfig,
-    batch: BatchConfig,
-    workload: Workload,
-    *,
-    seed: int,
-    device: torch.device,
-    rank: int,
-    world_size: int,
-) -> Source:
+def open_source(data: DataConfig, batch: BatchConfig, workload: Workload, seed: int, place: Place) -> Source:
     """The micro-batches of this rank. Raises ValueError for data that is missing, empty or does not fit the model."""
     if isinstance(data, SyntheticConfig):
-        return _synthetic(data, batch, workload, seed=seed, device=device, rank=rank, world_size=world_size)
+        return _synthetic(data, batch, workload, seed, place)
     assert isinstance(data, TextConfig)
-    return _text(data, batch, workload, seed=seed, device=device, rank=rank, world_size=world_size)
+    return _text(data, batch, workload, seed, place)
 
 
-def _synthetic(
-    data: SyntheticConfig,
-    batch: BatchConfig,
-    workload: Workload,
-    *,
-    seed: int,
-    device: torch.device,
-    rank: int,
-    world_size: int,
-) -> Source:
+def _synthetic(data: SyntheticConfig, batch: BatchConfig, workload: Workload, seed: int, place: Place) -> Source:
     micro, accumulation, _ = batch.sizes
-    generator = torch.Generator(device=device).manual_seed(seed * world_size + rank)
+    generator = torch.Generator(device=place.device).manual_seed(seed * place.world_size + place.rank)
     made = [workload.synthetic(micro, generator) for _ in range(data.batches)]
     with torch.no_grad():
         targets = int(workload.loss(workload.module, made[0])[1])
-    step_targets = targets * accumulation * world_size
+    step_targets = targets * accumulation * place.world_size
     rotation = itertools.cycle([Batch(tensors, micro, targets, step_targets) for tensors in made])
     return Source(rotation, "synthetic", {"batches": data.batches})
 
 
-def _text(
-    data: TextConfig,
-    batch: BatchConfig,
-    workload: Workload,
-    *,
-    seed: int,
-    device: torch.device,
-    rank: int,
-    world_size: int,
-) -> Source:
+def _text(data: TextConfig, batch: BatchConfig, workload: Workload, seed: int, place: Place) -> Source:
     if workload.vocabulary is None or workload.sequence_length is None or workload.vocabulary < BYTES:
         raise ValueError(
             f"data=text gives {BYTES} different tokens, but the model takes {workload.vocabulary or 'none'}"
         )
-    _, accumulation, total = batch.sizes
     content = read_text(text_path(data.path))
     text = Text(content, workload.sequence_length, data.lengths == "mixed", seed)
+    _, accumulation, total = batch.sizes
     order = Order(len(text), total, seed)
-    place = {"rank": rank, "world_size": world_size, "accumulation_steps": accumulation}
     facts = {
         "digest": text.digest,
         "bytes": len(content),
         "samples": len(text),
         "samples_dropped_per_epoch": order.dropped_per_epoch,
     }
-    return Source(_batches(text, order, place, data.workers, device), f"text-{data.lengths}", facts)
+    return Source(_text_batches(text, order, accumulation, data.workers, place), f"text-{data.lengths}", facts)
 
 
-def _batches(text: Text, order: Order, place: dict[str, int], workers: int, device: torch.device) -> Iterator[Batch]:
-    plan = (
-        micro_batch(order.step(step), micro_step=micro_step, **place)
-        for step in itertools.count()
-        for micro_step in range(place["accumulation_steps"])
-    )
-    # A batch sampler that hands out index lists as single "indices", so that a worker gathers a micro-batch at once.
+def _text_batches(text: Text, order: Order, accumulation: int, workers: int, place: Place) -> Iterator[Batch]:
+    mine = functools.partial(micro_batch, rank=place.rank, world_size=place.world_size, accumulation_steps=accumulation)
+    plan = (mine(order.step(step), micro_step=m) for step in itertools.count() for m in range(accumulation))
+    # A sampler that hands out index lists as single "indices", so that a worker gathers a micro-batch at once.
     loader = DataLoader(
         text,
         batch_size=None,
         sampler=plan,
         num_workers=workers,
-        pin_memory=device.type != "cpu",
-        persistent_workers=False,
+        pin_memory=place.device.type != "cpu",
+        worker_init_fn=functools.partial(_spread_out, cores=place.cores),
     )
     tensors = iter(loader)
     for step in itertools.count():
         indices = order.step(step)
         step_targets = int(text.targets(indices).sum())
-        for micro_step in range(place["accumulation_steps"]):
-            mine = micro_batch(indices, micro_step=micro_step, **place)
-            moved = {name: tensor.to(device, non_blocking=True) for name, tensor in next(tensors).items()}
-            yield Batch(moved, len(mine), int(text.targets(mine).sum()), step_targets)
+        for micro_step in range(accumulation):
+            samples = mine(indices, micro_step=micro_step)
+            moved = {name: tensor.to(place.device, non_blocking=True) for name, tensor in next(tensors).items()}
+            yield Batch(moved, len(samples), int(text.targets(samples).sum()), step_targets)
+
+
+def _spread_out(worker: int, cores: list[int]) -> None:
+    """A worker leaves the cores that its rank was bound to before it was forked."""
+    del worker
+    if cores and hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, cores)
