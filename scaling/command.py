@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import os
 import sys
@@ -34,6 +35,7 @@ FLAGS: dict[str, tuple[str, ...] | None] = {
 SHORT = {"-h": "--help", "-c": "--cfg", "-i": "--info", "-cd": "--config-dir", "-m": "--multirun"}
 PRINTING = ("--help", "--cfg", "--info")
 ONE_RUN = "one launch is one measurement; a matrix of runs is python -m scaling.study"
+UNREADABLE = (HydraException, OmegaConfBaseException, YAMLError)
 PATIENCE_S = 10.0  # how long the other ranks leave the word to the one that prints
 
 
@@ -79,7 +81,7 @@ def compose(name: str, argv: list[str], launch: Launch) -> TrainConfig:
         if not composed:  # Hydra only printed
             sys.exit(0)
         config = OmegaConf.to_object(composed[0])
-    except (HydraException, OmegaConfBaseException, YAMLError, ValueError) as error:
+    except (*UNREADABLE, ValueError) as error:
         raise ValueError(explain(line, error)) from error
     finally:
         sys.argv = given
@@ -179,10 +181,13 @@ def explain(line: CommandLine, error: Exception) -> str:
             overrides.append(parser.parse_override(text))
         except HydraException as problem:
             return f"{text}: cannot be read ({str(problem).splitlines()[0]}); quote the value, as in 'key=\"a value\"'"
-    for override in overrides:
-        if message := _explain_one(line, overrides, override):
-            return message
-    return " ".join(str(error).splitlines()[:2])
+    try:
+        for override in overrides:
+            if message := _explain_one(line, overrides, override):
+                return message
+    except UNREADABLE:  # a file of the user's; the error says which
+        pass
+    return str(error)
 
 
 def _explain_one(line: CommandLine, overrides: list[Override], override: Override) -> str | None:
@@ -226,7 +231,12 @@ def _keys(node: Any, prefix: str = "") -> Iterator[str]:
 def _owners(line: CommandLine, key: str, groups: dict[str, list[str]]) -> list[str]:
     """The options of other groups that have this key, as `data=text`."""
     group = key.split(".")[0]
-    return [f"{group}={o}" for o in groups.get(group, []) if key in set(_keys(line.tree([f"{group}={o}"])))]
+    owners = []
+    for option in groups.get(group, []):
+        with contextlib.suppress(*UNREADABLE):  # another file that is wrong as well
+            if key in set(_keys(line.tree([f"{group}={option}"]))):
+                owners.append(f"{group}={option}")
+    return owners
 
 
 def _near(word: str, known: list[str]) -> str:

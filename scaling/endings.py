@@ -12,6 +12,7 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
+from typing import NoReturn
 
 import psutil
 
@@ -25,7 +26,7 @@ LAST_WORDS_S = 10  # for error.json and open output; a reader that is gone or a 
 
 
 class Watcher:
-    """Takes SIGTERM and SIGINT on a thread: the main thread may sit in a collective that no Python handler interrupts.
+    """Takes the signals that end a run on a thread: no Python handler interrupts a main thread inside a collective.
 
     A wake-up file descriptor is written by the C handler in whatever thread the signal reaches, so that
     threads which libraries started earlier need no signal mask.
@@ -80,6 +81,18 @@ class Watcher:
             for member in self.members
             if me and (member.host, member.pid_namespace) == (me.host, me.pid_namespace) and not _alive(member)
         ]
+
+    def fail(self, error: BaseException) -> NoReturn:
+        """Record the failure, print it, and leave. For the main thread."""
+        try:
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            self.failed(error)
+            self.on_exit()
+            sys.excepthook(type(error), error, error.__traceback__)
+        except RuntimeError:  # a loader worker has died: torch's SIGCHLD handler raises wherever the main thread is
+            self.fail(error)
+        finally:
+            leave(1)
 
     def failed(self, error: BaseException) -> None:
         """Record why this rank cannot go on; a broken connection is the fault of the rank that is gone."""
@@ -143,7 +156,7 @@ def _lost_a_peer(error: BaseException) -> bool:
     return isinstance(error, DistError) or (isinstance(error, RuntimeError) and any(word in text for word in words))
 
 
-def leave(code: int, on_exit: Callable[[], None] = lambda: None) -> None:
+def leave(code: int, on_exit: Callable[[], None] = lambda: None) -> NoReturn:
     """End this process and its children now; a process group with a dead peer would hold a normal exit up."""
     try:
         signal.alarm(LAST_WORDS_S)

@@ -9,7 +9,7 @@ import torch
 
 from scaling.command import repeat_command, run
 from scaling.config import SingleConfig, TextConfig, TrainConfig, digest
-from scaling.endings import Watcher, leave
+from scaling.endings import Watcher
 from scaling.engine.precision import check_precision
 from scaling.reporting.progress import Progress
 from scaling.reporting.run_table import print_run
@@ -52,11 +52,7 @@ def main(config: TrainConfig, launch: Launch) -> int:
         store.write_error(run_dir, "config", mistake.rank, str(mistake))  # the first to get there; all know the same
         raise
     except BaseException as error:
-        progress.clear()
-        watcher.failed(error)
-        sys.excepthook(type(error), error, error.__traceback__)
-        leave(1)
-        raise
+        watcher.fail(error)
     if summary is not None:
         progress.clear()
         print_run(asdict(summary))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import platform
 import time
@@ -57,13 +58,15 @@ class Launch:
             raise ValueError(
                 f"{', '.join(missing)} not set, but {', '.join(n for n in names if n in env)}; start with torchrun"
             )
+        given = {name: env[name] for name in (*names, "GROUP_WORLD_SIZE") if name in env}
+        said = ", ".join(f"{name}={value}" for name, value in given.items())
         try:
-            rank, local_rank, world_size, local_world_size = (int(env[name]) for name in names)
+            rank, local_rank, world_size, local_world_size, *groups = map(int, given.values())
         except ValueError:
-            raise ValueError("not numbers: " + ", ".join(f"{n}={env[n]}" for n in names)) from None
+            raise ValueError(f"not numbers: {said}") from None
         if not (0 <= rank < world_size and 0 <= local_rank < local_world_size <= world_size):
-            raise ValueError("no such place in a world: " + ", ".join(f"{n}={env[n]}" for n in names))
-        nodes = int(env.get("GROUP_WORLD_SIZE", -(-world_size // local_world_size)))
+            raise ValueError(f"no such place in a world: {said}")
+        nodes = groups[0] if groups else math.ceil(world_size / local_world_size)
         return cls(rank, local_rank, world_size, local_world_size, nodes, torchrun=True)
 
 

@@ -1,0 +1,1 @@
+"""Benchmarks of the suite itself; `make bench` runs them, pytest tests their arithmetic."""
