@@ -12,6 +12,7 @@ from typing import Any
 from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING
 
+MAX_SEED = 2**31
 PRECISIONS = ("fp32", "tf32", "bf16", "fp16")
 
 
@@ -210,7 +211,8 @@ def validate(config: TrainConfig, world_size: int) -> TrainConfig:
         if value is not None and not 0 < value < math.inf:
             raise ValueError(f"{name}={value}: must be greater than 0")
     _at_least("threads", config.threads, 1)
-    _at_least("seed", config.seed, 0)
+    if not 0 <= config.seed < MAX_SEED:
+        raise ValueError(f"seed={config.seed}: must be in [0, 2^31)")
     _at_least("model.sequence_length", config.model.sequence_length, 1)
     _at_least("model.micro_batch_size", config.model.micro_batch_size, 1)
     if not 0 <= config.model.dropout < 1:

@@ -61,7 +61,7 @@ def measure(setup: Setup) -> Summary | None:
     plan = Plan.of(config.measure, max(world.gather(warmup_s[-1] if warmup_s else 0.0)))
     loop.shapes.clear()
     was_reset = memory.reset_peak(world.device)
-    window = run_window(loop.step, clock, plan, world, progress=lambda w: _show(progress, w, plan, total))
+    window = run_window(loop.step, clock, plan, world, progress=lambda w: show_block(progress, w, plan, total))
     peak = memory.largest(world.gather(memory.read_peak(world.device, was_reset)))
 
     seconds = warmup_s + [s for block in window.seconds() for s in block]
@@ -147,7 +147,7 @@ def _warm_up(loop: TrainingLoop, clock: Clock, steps: int, progress: Progress) -
     return seconds
 
 
-def _show(progress: Progress, window: Window, plan: Plan, global_batch_size: int) -> None:
+def show_block(progress: Progress, window: Window, plan: Plan, global_batch_size: int) -> None:
     """One line from the finished blocks; the block in flight is not waited for."""
     finished = [window.block_seconds(block) / plan.block_steps for block in range(len(window.blocks) - 1)]
     if not finished:

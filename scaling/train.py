@@ -33,9 +33,9 @@ def main(config: TrainConfig, launch: Launch) -> int:
     )
     watcher.rank, watcher.members = world.rank, world.members
     command = repeat_command("train", launch, sys.argv[1:])
-    name = f"{config.model.name}-{config.strategy.name}-{config.precision.name}-{world.size}x"
+    slug = f"{config.model.name}-{config.strategy.name}-{config.precision.name}-{world.size}x"
     made = world.together(
-        lambda: store.make_run_dir(config.output_dir, name, digest(config), config.run_dir) if world.rank == 0 else None
+        lambda: store.make_run_dir(config.output_dir, slug, digest(config), config.run_dir) if world.rank == 0 else None
     )
     run_dir = world.gather(made)[0]
     assert run_dir is not None

@@ -91,6 +91,7 @@ def test_batch_numbers_that_do_not_fit_are_named_and_never_adjusted(
         ({"measure": MeasureConfig(max_seconds=float("nan"))}, "measure.max_seconds=nan"),
         ({"threads": 0}, "threads=0: must be at least 1"),
         ({"seed": -1}, "seed=-1"),
+        ({"seed": 2**31}, "seed=2147483648"),
         ({"model": ModelConfig("m", "a:b", dropout=1.0)}, "model.dropout=1.0"),
     ],
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import os
@@ -344,7 +345,11 @@ def test_leaving_ends_children_and_waits_for_nobody(stuck: bool, code: int, tmp_
     process.join(30)
     assert process.exitcode == code
     child = int((tmp_path / "pid").read_text())
-    eventually(lambda: not psutil.pid_exists(child) or psutil.Process(child).status() == "zombie", 2, "the child ends")
+    try:
+        eventually(lambda: not psutil.pid_exists(child) or psutil.Process(child).status() == "zombie", 2, "it ends")
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(child, signal.SIGKILL)
 
 
 # ---- the run directory
@@ -372,6 +377,10 @@ def test_the_first_free_number_is_taken(tmp_path: Path) -> None:
     (tmp_path / "a-d-04").mkdir()
     assert store.make_run_dir(str(tmp_path), "a", "d").name == "a-d-03"
     assert store.make_run_dir(str(tmp_path), "a", "d").name == "a-d-05"
+
+
+def test_a_models_name_makes_no_folders_of_its_own(tmp_path: Path) -> None:
+    assert store.make_run_dir(str(tmp_path), "meta/llama 8B-ddp", "d") == tmp_path / "meta-llama-8B-ddp-d-01"
 
 
 def test_a_run_dir_of_the_users_must_be_new(tmp_path: Path) -> None:

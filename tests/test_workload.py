@@ -172,6 +172,9 @@ def test_a_target_that_is_no_workload_is_named(target: str, message: str) -> Non
 def test_arguments_that_a_target_does_not_take_are_named() -> None:
     with pytest.raises(ValueError, match=r"does not take .*layer"):
         build(model("gpt_tiny", args={"layer": 1}), CPU, 0)
+    for wrong in (0, "many"):
+        with pytest.raises(ValueError, match=f"model.args.layers={wrong}: must be a whole number"):
+            build(model("gpt_tiny", args={"layers": wrong, "hidden_size": 32, "heads": 2, "vocabulary": 256}), CPU, 0)
     with pytest.raises(ValueError, match="hidden_size=32 does not divide by heads=3"):
         build(model("gpt_tiny", args={"layers": 1, "hidden_size": 32, "heads": 3, "vocabulary": 256}), CPU, 0)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import tempfile
 from collections.abc import Iterable
 from dataclasses import asdict
@@ -26,6 +27,7 @@ def make_run_dir(output_dir: str, slug: str, digest: str, run_dir: str | None = 
         parent = Path(output_dir)
         parent.mkdir(parents=True, exist_ok=True)
         number = 1
+        slug = re.sub(r"[^\w.-]+", "-", slug)  # a model's name may hold anything
         while True:
             path = parent / f"{slug}-{digest}-{number:02d}"
             try:

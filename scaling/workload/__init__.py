@@ -12,6 +12,8 @@ from torch import Tensor, nn
 
 from scaling.config import ModelConfig
 
+IGNORED = -100  # a target that is no loss term, as in torch.nn.functional.cross_entropy
+
 # What a loss takes: named tensors whose first dimension is the sample.
 Tensors = Mapping[str, Tensor]
 

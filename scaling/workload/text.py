@@ -14,9 +14,8 @@ import torch
 from numpy.typing import NDArray
 from torch.utils.data import Dataset
 
-from scaling.workload import Tensors
+from scaling.workload import IGNORED, Tensors
 from scaling.workload.order import Indices, mixed_lengths
-from scaling.workload.transformer import IGNORED
 
 BYTES = 256  # the vocabulary of a text of bytes
 SKIPPED_FOLDERS = ("site-packages", "dist-packages", "__pycache__", "node_modules")

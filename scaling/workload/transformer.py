@@ -10,9 +10,8 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, GPT2Config, GPT2LMHeadModel
 from transformers.models.gpt2.modeling_gpt2 import GPT2Block
 
-from scaling.workload import Tensors, Workload
+from scaling.workload import IGNORED, Tensors, Workload
 
-IGNORED = -100  # a target that is no loss term, as in torch.nn.functional.cross_entropy
 ATTENTION = "scaling_sdpa"
 
 
@@ -46,6 +45,10 @@ def gpt2(
     *, layers: int, hidden_size: int, heads: int, vocabulary: int, sequence_length: int, dropout: float
 ) -> Workload:
     """A GPT-2 with tied embeddings over `sequence_length` positions."""
+    sizes = {"layers": layers, "hidden_size": hidden_size, "heads": heads, "vocabulary": vocabulary}
+    for name, size in sizes.items():
+        if not isinstance(size, int) or size < 1:
+            raise ValueError(f"model.args.{name}={size}: must be a whole number from 1 on")
     if hidden_size % heads:
         raise ValueError(f"model.args: hidden_size={hidden_size} does not divide by heads={heads}")
     config = GPT2Config(

@@ -37,7 +37,7 @@ from scaling.hardware import cores
 from scaling.measure.clock import HostClock
 from scaling.measure.loop import TrainingLoop
 from scaling.measure.window import Plan, Window, run_window
-from scaling.measurement import _show
+from scaling.measurement import show_block
 from scaling.reporting.progress import Progress
 from scaling.workload import Workload, build
 from scaling.workload.loader import Place, Source, open_source
@@ -216,7 +216,7 @@ def window_of(engine: Engine, source: Source, accumulation: int, world: World, m
     progress = Progress(Terminal(), enabled=world.rank == 0)
     for _ in range(3):
         loop.step()
-    return run_window(loop.step, HostClock(), plan, world, progress=lambda w: _show(progress, w, plan, 1))
+    return run_window(loop.step, HostClock(), plan, world, progress=lambda w: show_block(progress, w, plan, 1))
 
 
 def per_step(window: Window, scale: float) -> Estimate:
