@@ -13,7 +13,8 @@ import pytest
 from launching import SMALL, Ended, Launched, environment, forked, rank_environment
 
 from scaling import command
-from scaling.command import CommandLine, repeat_command
+from scaling.command import repeat_command
+from scaling.command_line import CommandLine
 from scaling.config import conf_dir
 from scaling.world import Launch
 
