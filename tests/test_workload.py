@@ -12,7 +12,7 @@ import yaml
 
 from scaling.config import BatchConfig, ModelConfig, SyntheticConfig, TextConfig, conf_dir
 from scaling.measure.collectives import Recorder
-from scaling.measure.loop import TrainingLoop
+from scaling.measure.loop import Slots, TrainingLoop
 from scaling.workload import Batch, Workload, build
 from scaling.workload.flops import flops_per_sample
 from scaling.workload.loader import Place, open_source
@@ -198,3 +198,10 @@ def test_the_loop_notes_every_shape_and_counts_what_it_was_given() -> None:
     loop.step()
     assert len(loop.shapes) == 2  # C22: with compilation on, the second one is compiled inside the window
     assert [(n.samples, n.targets, float(n.loss)) for n in loop.noted] == [(4, 6, 1.0), (4, 8, 1.0)]
+
+
+def test_losses_of_many_steps_share_a_few_pieces_of_memory() -> None:
+    slots = Slots(chunk=4)
+    given = [slots.next(torch.tensor(0.0)).fill_(i) for i in range(10)]
+    assert [float(slot) for slot in given] == list(range(10))
+    assert len({slot.untyped_storage().data_ptr() for slot in given}) == 3

@@ -93,12 +93,14 @@ def run_window(
     plan: Plan,
     ranks: Ranks,
     *,
+    name: str = "window",
     progress: Callable[[Window], None] = lambda window: None,
 ) -> Window:
     """Run blocks of `step` until the plan has enough; rank 0 decides from finished blocks, one block ahead.
 
     The host waits for the device twice: before the first block and after the last. Between blocks it waits for
-    the end of the block before the one in flight, so that the device never runs dry while it decides.
+    the end of the block before the one in flight, so that the device never runs dry while it decides. Each window of
+    one world has a `name` of its own, under which rank 0 publishes.
     """
     window = Window(clock, plan.block_steps)
     with _no_garbage_collection():
@@ -111,7 +113,7 @@ def run_window(
                 step()
                 marks.append(clock.mark())
             window.blocks.append(marks)
-            if not _another(window, plan, ranks):
+            if not _another(window, plan, ranks, name):
                 break
             progress(window)
             if clock.contiguous:
@@ -124,15 +126,15 @@ def run_window(
     return window
 
 
-def _another(window: Window, plan: Plan, ranks: Ranks) -> bool:
+def _another(window: Window, plan: Plan, ranks: Ranks, name: str) -> bool:
     """Whether one more block follows; on rank 0 the decision, elsewhere rank 0's."""
     issued = len(window.blocks)
     if issued > 1:
         window.clock.wait(window.blocks[-2][-1])
     if ranks.rank != 0:
-        return ranks.read(f"block/{issued}") == "run"
+        return ranks.read(f"{name}/{issued}") == "run"
     goes_on = plan.wants(issued, [window.block_seconds(block) for block in range(issued - 1)])
-    ranks.publish(f"block/{issued}", "run" if goes_on else "stop")
+    ranks.publish(f"{name}/{issued}", "run" if goes_on else "stop")
     return goes_on
 
 
