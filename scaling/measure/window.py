@@ -66,7 +66,7 @@ class Plan:
         """The plan for steps of about `step_s` seconds; blocks get shorter where `min_blocks` would not fit."""
         block_steps = config.block_steps
         if step_s > 0:
-            block_steps = min(block_steps, int(config.max_seconds / config.min_blocks / step_s))
+            block_steps = min(block_steps, int(config.max_seconds / (config.min_blocks + 1) / step_s))
         if config.max_steps is not None:
             block_steps = min(block_steps, max(1, config.max_steps // config.min_blocks))
         block_steps = max(1, block_steps)
@@ -80,7 +80,7 @@ class Plan:
         if not finished:
             return block <= 1
         mean = float(np.mean(finished))
-        if sum(finished) + mean >= self.max_seconds:
+        if sum(finished) + 2 * mean > self.max_seconds:  # the block in flight and the one asked for
             return False
         half = half_width(finished)
         tight = half is not None and half < self.target_ci * mean
