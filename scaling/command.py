@@ -14,7 +14,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from scaling.command_line import UNREADABLE, CommandLine, explain
 from scaling.config import TrainConfig, conf_dir, register_schemas, validate
-from scaling.world import Launch, Refused
+from scaling.ranks import Launch, Refused
 
 PRINTING = ("--help", "--cfg", "--info")
 PATIENCE_S = 10.0  # how long the other ranks leave the word to the one that prints

@@ -16,8 +16,8 @@ from typing import NoReturn
 
 import psutil
 
+from scaling.ranks import Member
 from scaling.results.store import write_error
-from scaling.world import Member
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 PR_SET_PDEATHSIG = 1  # Linux, prctl(2)

@@ -17,13 +17,14 @@ from scaling.measure.loop import TrainingLoop
 from scaling.measure.statistics import half_width, summarise
 from scaling.measure.summary import Facts, compose, job_steps, rank_steps
 from scaling.measure.window import Plan, Window, run_window
+from scaling.ranks import hosts
 from scaling.reporting.progress import Progress
 from scaling.results import store
 from scaling.results.record import Summary
 from scaling.workload import Workload, build
 from scaling.workload.flops import flops_per_sample
 from scaling.workload.loader import Place, Source, open_source
-from scaling.world import World, hosts
+from scaling.world import World
 
 
 @dataclass(frozen=True)

@@ -11,10 +11,11 @@ from scaling.command import repeat_command, run
 from scaling.config import SingleConfig, TextConfig, TrainConfig, digest
 from scaling.endings import Watcher
 from scaling.engine.precision import check_precision
+from scaling.ranks import Launch, Refused
 from scaling.reporting.progress import Progress
 from scaling.reporting.run_table import print_run
 from scaling.results import store
-from scaling.world import Launch, Refused, World
+from scaling.world import World
 
 
 def main(config: TrainConfig, launch: Launch) -> int:

@@ -31,9 +31,10 @@ from scaling.engine import Engine, make_engine
 from scaling.engine.ddp import DDPEngine
 from scaling.measure.agreement import disagreeing, fingerprint
 from scaling.measure.collectives import count_step
+from scaling.ranks import Launch
 from scaling.workload import Batch, build
 from scaling.workload.loader import Place, open_source
-from scaling.world import Launch, World
+from scaling.world import World
 
 STEPS = 3
 TEXT = Path(__file__).parent.parent / "LICENSE"

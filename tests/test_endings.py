@@ -33,9 +33,9 @@ from launching import (
 
 from scaling import endings
 from scaling.endings import Watcher, classify
+from scaling.ranks import Launch, Member
 from scaling.results import store
 from scaling.results.record import Summary
-from scaling.world import Launch, Member
 
 TEXT_WITH_WORKER = ("data=text", "data.workers=1")
 

@@ -16,7 +16,7 @@ from scaling import command
 from scaling.command import repeat_command
 from scaling.command_line import CommandLine
 from scaling.config import conf_dir
-from scaling.world import Launch
+from scaling.ranks import Launch
 
 PLAIN = Launch(0, 0, 1, 1, 1, torchrun=False)
 

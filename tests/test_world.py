@@ -16,7 +16,9 @@ import torch
 import torch.distributed as dist
 from launching import SMALL, Ended, Forked, Launched, ended_together, forked, forked_ranks, free_port, rank_environment
 
-from scaling.world import Launch, Member, Refused, World, _introduce, check_one_world, local_device
+from scaling.hardware.device import local_device
+from scaling.ranks import Launch, Member, Refused, check_one_world, introduce
+from scaling.world import World
 
 # ---- what the launcher said
 
@@ -62,12 +64,11 @@ def test_half_a_world_is_refused_with_its_variables(env: dict[str, str], words: 
 
 
 def test_devices_of_this_host() -> None:
-    launch = Launch(0, 0, 1, 1, 1, torchrun=False)
-    assert local_device("cpu", launch) == torch.device("cpu")
+    assert local_device("cpu", 0, 0) == torch.device("cpu")
     with pytest.raises(ValueError, match="device=tpu: not on this host; there is: auto, cpu"):
-        local_device("tpu", launch)
+        local_device("tpu", 0, 0)
     with pytest.raises(ValueError, match=r"device=cpu:0: .*the index comes from LOCAL_RANK"):
-        local_device("cpu:0", launch)
+        local_device("cpu:0", 0, 0)
 
 
 # ---- who is there
@@ -127,7 +128,7 @@ def stores(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Callable[
     yield lambda: dist.TCPStore("127.0.0.1", server.port, is_master=False, wait_for_workers=False)
 
 
-def introduce(
+def come_together(
     stores: Callable[[], dist.Store], people: list[Member], size: int, timeout_s: float
 ) -> dict[int, list[Member] | Refused]:
     """What each of these processes, by its id, learns of the others; they come one after another, 0.2 s apart."""
@@ -136,7 +137,7 @@ def introduce(
     def come(me: Member) -> None:
         launch = Launch(me.rank, me.rank, size, size, 1, torchrun=True)
         try:
-            learned[me.pid] = _introduce(stores(), launch, me, timeout_s)
+            learned[me.pid] = introduce(stores(), launch, me, timeout_s)
         except Refused as refused:
             learned[me.pid] = refused
 
@@ -151,14 +152,14 @@ def introduce(
 
 def test_ranks_learn_of_each_other_in_rank_order(stores: Callable[[], dist.Store]) -> None:
     people = [member(2), member(0), member(1)]
-    learned = introduce(stores, people, 3, 20.0)
+    learned = come_together(stores, people, 3, 20.0)
     assert list(learned.values()) == [[member(0), member(1), member(2)]] * 3
 
 
 def test_two_processes_that_claim_one_rank_are_refused_at_once_and_by_name(stores: Callable[[], dist.Store]) -> None:
     people = [member(0), member(1), member(1, pid=77, host="elsewhere")]
     start = time.monotonic()
-    learned = introduce(stores, people, 3, 60.0)
+    learned = come_together(stores, people, 3, 60.0)
     assert time.monotonic() - start < 10, "rank 2 never comes, and nobody waits for it"
     printers = {}
     for pid, said in learned.items():
@@ -169,13 +170,13 @@ def test_two_processes_that_claim_one_rank_are_refused_at_once_and_by_name(store
 
 
 def test_a_rank_too_many_does_not_disturb_a_world_that_has_met(stores: Callable[[], dist.Store]) -> None:
-    learned = introduce(stores, [member(0), member(1), member(0, pid=77)], 2, 20.0)
+    learned = come_together(stores, [member(0), member(1), member(0, pid=77)], 2, 20.0)
     assert learned[1000] == learned[1001] == [member(0), member(1)]
     assert isinstance(learned[77], Refused)
 
 
 def test_a_rank_that_does_not_come_is_named(stores: Callable[[], dist.Store]) -> None:
-    learned = introduce(stores, [member(0), member(2)], 3, 1.0)
+    learned = come_together(stores, [member(0), member(2)], 3, 1.0)
     assert {str(said) for said in learned.values()} == {"rank 1 of 3 did not come within timeout_s=1"}
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from scaling.config import PrecisionConfig
+from scaling.hardware.device import device_name
 
 AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 REDUCE = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -43,8 +44,6 @@ def check_precision(name: str, device: torch.device) -> None:
     """Raise ValueError for a precision that this device cannot do, naming those that it can."""
     capable = [p for p in ("fp32", "tf32", "bf16", "fp16") if _capable(p, device)]
     if name not in capable:
-        from scaling.world import device_name
-
         raise ValueError(
             f"precision={name}: {device.type} ({device_name(device)}) does not do it; it does {', '.join(capable)}"
         )

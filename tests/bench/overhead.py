@@ -38,10 +38,11 @@ from scaling.measure.clock import HostClock
 from scaling.measure.loop import TrainingLoop
 from scaling.measure.window import Plan, Window, run_window
 from scaling.measurement import show_block
+from scaling.ranks import Launch
 from scaling.reporting.progress import Progress
 from scaling.workload import Workload, build
 from scaling.workload.loader import Place, Source, open_source
-from scaling.world import Launch, World
+from scaling.world import World
 
 Seconds = NDArray[np.float64]
 
