@@ -20,7 +20,7 @@ from scaling.measure.window import Plan, Window, run_window
 from scaling.ranks import hosts
 from scaling.reporting.progress import Progress
 from scaling.results import store
-from scaling.results.record import Summary
+from scaling.results.record import Step, Summary
 from scaling.workload import Workload, build
 from scaling.workload.flops import flops_per_sample
 from scaling.workload.loader import Place, Source, open_source
@@ -38,16 +38,68 @@ class Setup:
     progress: Progress
 
 
+@dataclass(frozen=True)
+class Job:
+    """What is measured, ready to run."""
+
+    workload: Workload
+    source: Source
+    engine: Engine
+    loop: TrainingLoop
+    flops_per_sample: int | None  # on rank 0
+    cores_per_rank: int | None
+    oversubscribed: bool
+
+
+@dataclass(frozen=True)
+class Checked:
+    """What one untimed step sent, and whether this was data-parallel training; None for a world of one."""
+
+    count: StepCount
+    gradients_reduced: bool | None
+    parameters_agree: bool | None
+
+
 def measure(setup: Setup) -> Summary | None:
     """The whole measurement. The record is written, and returned, on rank 0. Raises Refused for a user's mistake."""
     config, world, progress = setup.config, setup.world, setup.progress
-    _, accumulation, total = config.batch.sizes
-    allowed = cores.available_cores()
-    own_cores = world.device.type == "cpu"
-    cores_per_rank, crowded = cores.bind(
-        world.launch.local_rank, world.launch.local_world_size, config.threads, own_cores
+    job = _prepare(setup)
+    clock = make_clock(world.device)
+    warmup_s = _warm_up(job.loop, clock, config.measure.warmup_steps, progress)
+    plan = Plan.of(config.measure, max(world.gather(warmup_s[-1] if warmup_s else 0.0)))
+    job.loop.shapes.clear()
+    was_reset = memory.reset_peak(world.device)
+    total = config.batch.sizes[2]
+    window = run_window(job.loop.step, clock, plan, world, progress=lambda w: show_block(progress, w, plan, total))
+    peak = memory.largest(world.gather(memory.read_peak(world.device, was_reset)))
+
+    seconds = warmup_s + [s for block in window.seconds() for s in block]
+    steps = job_steps(world.gather(rank_steps(seconds, job.loop.noted)), len(warmup_s), plan.block_steps)
+    progress.update("checking what a step sends and that the ranks agree")
+    checked = _check(job, config, world)
+    facts = Facts(
+        run_id=setup.run_dir.name,
+        data=job.source.description,
+        block_steps=plan.block_steps,
+        flops_per_step=None if job.flops_per_sample is None else job.flops_per_sample * total,
+        peak_memory=peak,
+        count=checked.count,
+        gradients_reduced=checked.gradients_reduced,
+        parameters_agree=checked.parameters_agree,
+        threads=config.threads,
+        cores_per_rank=job.cores_per_rank,
+        flags=_flags(job, config, world, window, checked),
     )
-    progress.update(f"building {config.model.name} on {world.members[0].device_name}")
+    return _write(setup, job, steps, facts) if world.rank == 0 else None
+
+
+def _prepare(setup: Setup) -> Job:
+    """Bind, build and wrap; every rank comes out of it at the same time."""
+    config, world = setup.config, setup.world
+    allowed, launch = cores.available_cores(), world.launch
+    own_cores = world.device.type == "cpu"
+    bound, crowded = cores.bind(launch.local_rank, launch.local_world_size, config.threads, own_cores)
+    setup.progress.update(f"building {config.model.name} on {world.members[0].device_name}")
     workload, source = world.together(lambda: _build(config, world, allowed))
     _same_data(world, source)
     _write_environment(setup, source, allowed)
@@ -55,46 +107,13 @@ def measure(setup: Setup) -> Summary | None:
     world.barrier()  # counting costs seconds on rank 0; nobody shall wait for it inside a training step
     torch.manual_seed(config.seed + 1 + world.rank)  # dropout draws differently on every rank
     engine = make_engine(config, workload, world.device, world.size)
-    loop = TrainingLoop(engine, source.batches, accumulation)
-    clock = make_clock(world.device)
+    loop = TrainingLoop(engine, source.batches, config.batch.sizes[1])
+    return Job(workload, source, engine, loop, flops, bound, crowded)
 
-    warmup_s = _warm_up(loop, clock, config.measure.warmup_steps, progress)
-    plan = Plan.of(config.measure, max(world.gather(warmup_s[-1] if warmup_s else 0.0)))
-    loop.shapes.clear()
-    was_reset = memory.reset_peak(world.device)
-    window = run_window(loop.step, clock, plan, world, progress=lambda w: show_block(progress, w, plan, total))
-    peak = memory.largest(world.gather(memory.read_peak(world.device, was_reset)))
 
-    seconds = warmup_s + [s for block in window.seconds() for s in block]
-    steps = job_steps(world.gather(rank_steps(seconds, loop.noted)), len(warmup_s), plan.block_steps)
-    progress.update("checking what a step sends and that the ranks agree")
-    count = count_step(engine, lambda: next(source.batches), accumulation, world.size)
-    reduced, agree = _checks(world, engine, count)
-    raised = {
-        "host_bound": any(world.gather(window.host_bound)),
-        "oversubscribed": any(world.gather(crowded)),
-        "varying_shapes": _compiles_by_shape(config) and any(world.gather(len(loop.shapes) > 1)),
-        "mixed_devices": len({member.device_name for member in world.members}) > 1,
-        "gradients_not_reduced": reduced is False,
-        "parameters_disagree": agree is False,
-    }
-    if world.rank != 0:
-        return None
-    facts = Facts(
-        run_id=setup.run_dir.name,
-        data=source.description,
-        block_steps=plan.block_steps,
-        flops_per_step=None if flops is None else flops * total,
-        peak_memory=peak,
-        count=count,
-        gradients_reduced=reduced,
-        parameters_agree=agree,
-        threads=config.threads,
-        cores_per_rank=cores_per_rank,
-        flags=[flag for flag, is_raised in raised.items() if is_raised],
-    )
-    timing = summarise(steps, workload.sequence_length)
-    summary = compose(config, world, workload, engine, timing=timing, facts=facts)
+def _write(setup: Setup, job: Job, steps: list[Step], facts: Facts) -> Summary:
+    timing = summarise(steps, job.workload.sequence_length)
+    summary = compose(setup.config, setup.world, job.workload, job.engine, timing=timing, facts=facts)
     store.write_steps(setup.run_dir, steps)
     store.write_summary(setup.run_dir, summary)
     return summary
@@ -167,13 +186,27 @@ def _compiles_by_shape(config: TrainConfig) -> bool:
     return config.compile or torch.backends.cudnn.benchmark
 
 
-def _checks(world: World, engine: Engine, count: StepCount) -> tuple[bool | None, bool | None]:
-    """gradients_reduced and parameters_agree; None for a world of one."""
+def _check(job: Job, config: TrainConfig, world: World) -> Checked:
+    """Count one more step, and compare the weights of the ranks; collective."""
+    count = count_step(job.engine, lambda: next(job.source.batches), config.batch.sizes[1], world.size)
     if world.size == 1:
-        return None, None
-    parameters = [p for p in engine.module.parameters() if p.requires_grad]
-    width = (engine.reduce_dtype or torch.float32).itemsize
+        return Checked(count, None, None)
+    parameters = [p for p in job.engine.module.parameters() if p.requires_grad]
+    width = (job.engine.reduce_dtype or torch.float32).itemsize
     reduced = all(world.gather(count.reduces(sum(p.numel() for p in parameters) * width)))
-    if engine.gather_dtype is not None:  # sharded: gathering makes them agree whatever happened
-        return reduced, None
-    return reduced, not agreement.disagreeing(world.gather(agreement.fingerprint(engine.module)))
+    if job.engine.gather_dtype is not None:  # sharded: gathering makes them agree whatever happened
+        return Checked(count, reduced, None)
+    return Checked(count, reduced, not agreement.disagreeing(world.gather(agreement.fingerprint(job.engine.module))))
+
+
+def _flags(job: Job, config: TrainConfig, world: World, window: Window, checked: Checked) -> list[str]:
+    """The flags that the steps alone do not show; collective."""
+    raised = {
+        "host_bound": any(world.gather(window.host_bound)),
+        "oversubscribed": any(world.gather(job.oversubscribed)),
+        "varying_shapes": _compiles_by_shape(config) and any(world.gather(len(job.loop.shapes) > 1)),
+        "mixed_devices": len({member.device_name for member in world.members}) > 1,
+        "gradients_not_reduced": checked.gradients_reduced is False,
+        "parameters_disagree": checked.parameters_agree is False,
+    }
+    return [flag for flag, is_raised in raised.items() if is_raised]
