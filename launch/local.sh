@@ -37,4 +37,5 @@ else
     export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}" # scaling may not be installed beside that torchrun
     command -v torchrun >/dev/null || die "no torchrun in $root/.venv and none on PATH; make setup installs it"
 fi
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} # each rank sets its own `threads`; torchrun need not say so
 exec torchrun --standalone --nproc_per_node="$nproc" -m scaling.train "$@"

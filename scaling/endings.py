@@ -66,10 +66,11 @@ class Watcher:
         try:
             signal.alarm(LAST_WORDS_S)
             if self.run_dir is not None:
-                if gone := self.gone():
-                    write_error(self.run_dir, "killed", gone[0], _say_gone(gone))
-                else:
-                    write_error(self.run_dir, "terminated", self.rank, f"ended by {signal.Signals(number).name}")
+                gone, name = self.gone(), signal.Signals(number).name
+                kind, message = ("killed", _say_gone(gone)) if gone else ("terminated", f"ended by {name}")
+                if write_error(self.run_dir, kind, gone[0] if gone else self.rank, message):
+                    self.on_exit()
+                    print(f"scaling.train: {kind}: {message}; recorded in {self.run_dir}", file=sys.stderr)
         finally:
             leave(128 + number, self.on_exit)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,14 +18,16 @@ from scaling.measure.loop import TrainingLoop
 from scaling.measure.statistics import half_width, summarise
 from scaling.measure.summary import Facts, compose, job_steps, rank_steps
 from scaling.measure.window import Plan, Window, run_window
-from scaling.ranks import hosts
+from scaling.ranks import hosts, place_on_machine
 from scaling.reporting.progress import Progress
 from scaling.results import store
 from scaling.results.record import Step, Summary
-from scaling.workload import Workload, build
-from scaling.workload.flops import flops_per_sample
+from scaling.workload import Workload, build, check_loss, is_ours, source_digest
+from scaling.workload.flops import count_flops
 from scaling.workload.loader import Place, Source, open_source
 from scaling.world import World
+
+SLOW_ON_A_HOST = 1e12  # FLOPs
 
 
 @dataclass(frozen=True)
@@ -46,7 +49,7 @@ class Job:
     source: Source
     engine: Engine
     loop: TrainingLoop
-    flops_per_sample: int | None  # on rank 0
+    flops_per_rank: int | None  # of one step; known on rank 0
     cores_per_rank: int | None
     oversubscribed: bool
 
@@ -66,7 +69,7 @@ def measure(setup: Setup) -> Summary | None:
     job = _prepare(setup)
     clock = make_clock(world.device)
     warmup_s = _warm_up(job.loop, clock, config.measure.warmup_steps, progress)
-    plan = Plan.of(config.measure, max(world.gather(warmup_s[-1] if warmup_s else 0.0)))
+    plan = Plan.of(config.measure, max(world.gather(min(warmup_s[-3:], default=math.inf))))
     job.loop.shapes.clear()
     was_reset = memory.reset_peak(world.device)
     total = config.batch.sizes[2]
@@ -75,13 +78,15 @@ def measure(setup: Setup) -> Summary | None:
 
     seconds = warmup_s + [s for block in window.seconds() for s in block]
     steps = job_steps(world.gather(rank_steps(seconds, job.loop.noted)), len(warmup_s), plan.block_steps)
+    if world.rank == 0:
+        store.write_steps(setup.run_dir, steps)
     progress.update("checking what a step sends and that the ranks agree")
     checked = _check(job, config, world)
     facts = Facts(
         run_id=setup.run_dir.name,
         data=job.source.description,
         block_steps=plan.block_steps,
-        flops_per_step=None if job.flops_per_sample is None else job.flops_per_sample * total,
+        flops_per_step=None if job.flops_per_rank is None else job.flops_per_rank * world.size,
         peak_memory=peak,
         count=checked.count,
         gradients_reduced=checked.gradients_reduced,
@@ -96,33 +101,47 @@ def measure(setup: Setup) -> Summary | None:
 def _prepare(setup: Setup) -> Job:
     """Bind, build and wrap; every rank comes out of it at the same time."""
     config, world = setup.config, setup.world
-    allowed, launch = cores.available_cores(), world.launch
-    own_cores = world.device.type == "cpu"
-    bound, crowded = cores.bind(launch.local_rank, launch.local_world_size, config.threads, own_cores)
+    allowed = cores.available_cores()
+    index, ranks = place_on_machine(world.members, world.rank)
+    bound, crowded = cores.bind(index, ranks, config.threads, own_cores=world.device.type == "cpu")
     setup.progress.update(f"building {config.model.name} on {world.members[0].device_name}")
     workload, source = world.together(lambda: _build(config, world, allowed))
     _same_data(world, source)
     _write_environment(setup, source, allowed)
-    flops = _count_flops(config) if world.rank == 0 else None
+    micro, accumulation, _ = config.batch.sizes
+    counted = count_flops(config.model, micro) if world.rank == 0 else None
+    flops = None if counted is None else counted * accumulation  # of this rank's part of a step
+    _warn(setup, flops, crowded)
     world.barrier()  # counting costs seconds on rank 0; nobody shall wait for it inside a training step
     torch.manual_seed(config.seed + 1 + world.rank)  # dropout draws differently on every rank
     engine = make_engine(config, workload, world.device, world.size)
-    loop = TrainingLoop(engine, source.batches, config.batch.sizes[1])
+    loop = TrainingLoop(engine, source.batches, accumulation)
     return Job(workload, source, engine, loop, flops, bound, crowded)
 
 
 def _write(setup: Setup, job: Job, steps: list[Step], facts: Facts) -> Summary:
     timing = summarise(steps, job.workload.sequence_length)
     summary = compose(setup.config, setup.world, job.workload, job.engine, timing=timing, facts=facts)
-    store.write_steps(setup.run_dir, steps)
     store.write_summary(setup.run_dir, summary)
     return summary
 
 
 def _build(config: TrainConfig, world: World, allowed_cores: list[int]) -> tuple[Workload, Source]:
     workload = build(config.model, world.device, config.seed)
+    if not is_ours(config.model.target):
+        check_loss(workload, world.device)
     place = Place(world.rank, world.size, world.device, allowed_cores)
     return workload, open_source(config.data, config.batch, workload, config.seed, place)
+
+
+def _warn(setup: Setup, flops: int | None, oversubscribed: bool) -> None:
+    """Say before a long wait what will be slow or of little use."""
+    if oversubscribed:
+        setup.progress.note("! fewer cores than ranks x threads: the ranks take turns, and no efficiency is computed")
+    if setup.world.device.type == "cpu" and flops is not None and flops > SLOW_ON_A_HOST:
+        setup.progress.note(
+            f"! a step is {flops / 1e12:.1f} TFLOP per rank: minutes on a CPU; model=gpt_tiny is made for one"
+        )
 
 
 def _same_data(world: World, source: Source) -> None:
@@ -143,21 +162,16 @@ def _write_environment(setup: Setup, source: Source, allowed_cores: list[int]) -
     members = setup.world.members
     if setup.world.rank == 0:
         facts = environment.snapshot(setup.command, hosts(members), [m.device_name for m in members], allowed_cores)
-        store.write_environment(setup.run_dir, facts | {"data": source.facts})
-
-
-def _count_flops(config: TrainConfig) -> int | None:
-    """None for a model that does not run on the meta device, which a user's own may not."""
-    try:
-        return flops_per_sample(config.model)
-    except (NotImplementedError, RuntimeError):
-        return None
+        own = {"data": source.facts, "model_source": source_digest(setup.config.model.target)}
+        store.write_environment(setup.run_dir, facts | own)
 
 
 def _warm_up(loop: TrainingLoop, clock: Clock, steps: int, progress: Progress) -> list[float]:
     """Seconds of each warm-up step of this rank: compilation, first connections and caches end up in these."""
     seconds = []
     for step in range(1, steps + 1):
+        if step == 1:
+            progress.update(f"warm-up 1/{steps}")
         start = clock.mark()
         loop.step()
         end = clock.mark()
@@ -191,9 +205,7 @@ def _check(job: Job, config: TrainConfig, world: World) -> Checked:
     count = count_step(job.engine, lambda: next(job.source.batches), config.batch.sizes[1], world.size)
     if world.size == 1:
         return Checked(count, None, None)
-    parameters = [p for p in job.engine.module.parameters() if p.requires_grad]
-    width = (job.engine.reduce_dtype or torch.float32).itemsize
-    reduced = all(world.gather(count.reduces(sum(p.numel() for p in parameters) * width)))
+    reduced = all(world.gather(count.reduces((job.engine.reduce_dtype or torch.float32).itemsize)))
     if job.engine.gather_dtype is not None:  # sharded: gathering makes them agree whatever happened
         return Checked(count, reduced, None)
     return Checked(count, reduced, not agreement.disagreeing(world.gather(agreement.fingerprint(job.engine.module))))

@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from scaling.hardware.device import device_name
 
+BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 # Where another launcher says how many processes it started; seen without WORLD_SIZE, each would be a world of its own.
 FOREIGN_LAUNCHERS = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")
 
@@ -77,6 +78,7 @@ class Member:
 
     rank: int
     host: str
+    machine: str  # the same for every container and network namespace of one kernel
     pid_namespace: int
     pid: int
     started: float
@@ -90,6 +92,7 @@ class Member:
         return cls(
             rank=launch.rank,
             host=platform.node(),
+            machine=BOOT_ID.read_text().strip() if BOOT_ID.exists() else platform.node(),
             pid_namespace=Path("/proc/self/ns/pid").stat().st_ino if Path("/proc/self/ns/pid").exists() else 0,
             pid=os.getpid(),
             started=psutil.Process().create_time(),
@@ -187,6 +190,12 @@ def _wait(hello: dist.Store, rank: int, deadline: float, otherwise: str) -> None
             raise Refused(otherwise, 0)
         time.sleep(pause)
         pause = min(2 * pause, 0.5)
+
+
+def place_on_machine(members: list[Member], rank: int) -> tuple[int, int]:
+    """(index of this rank, number of ranks) on its machine, whatever launchers and nodes they belong to."""
+    here = [member.rank for member in members if member.machine == members[rank].machine]
+    return here.index(rank), len(here)
 
 
 def hosts(members: Iterable[Member]) -> list[str]:

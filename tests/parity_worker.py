@@ -150,7 +150,6 @@ def train(config: TrainConfig, sabotage: str | None, world: World) -> dict[str, 
     end = {name: p.detach().clone() for name, p in workload.module.named_parameters()}
     agree = not disagreeing(world.gather(fingerprint(workload.module)))
     count = count_step(engine, lambda: next(source.batches), accumulation, world.size)
-    gradient_bytes = workload.parameters * (engine.reduce_dtype or torch.float32).itemsize
     return {
         "start": start,
         "end": end,
@@ -159,7 +158,7 @@ def train(config: TrainConfig, sabotage: str | None, world: World) -> dict[str, 
         "syncs": count.syncs,
         "bytes": count.bytes,
         "host_syncs": count.host_syncs,
-        "reduced": count.reduces(gradient_bytes),
+        "reduced": count.reduces((engine.reduce_dtype or torch.float32).itemsize),
         "parameters": workload.parameters,
     }
 

@@ -55,12 +55,11 @@ def test_bytes_are_payload_times_factor_by_kind() -> None:
 
 @pytest.mark.parametrize(
     ("kind", "elements", "enough"),
-    [("all_reduce", 50, True), ("all_reduce", 49, False), ("reduce_scatter", 100, True), ("all_gather", 1000, False)],
+    [("all_reduce", 100, True), ("all_reduce", 99, False), ("reduce_scatter", 100, True), ("all_gather", 1000, False)],
 )
-def test_gradients_count_as_reduced_from_n_minus_1_over_n_of_their_bytes(
-    kind: str, elements: int, enough: bool
-) -> None:
-    assert StepCount(2, [[reduction(kind, elements)], []]).reduces(gradient_bytes=400) is enough
+def test_gradients_count_as_reduced_when_every_byte_went_in(kind: str, elements: int, enough: bool) -> None:
+    count = StepCount(2, [[reduction(kind, elements)], []], gradient_elements=100)
+    assert count.reduces(bytes_per_element=4) is enough
 
 
 def test_host_reads_are_counted_and_plain_work_is_not() -> None:
@@ -144,6 +143,12 @@ def test_the_cpu_quota_of_a_control_group_is_read(tmp_path: Path) -> None:
     assert cores.cpu_quota(tmp_path) is None
     (tmp_path / "cpu.max").write_text("150000 100000\n")
     assert cores.cpu_quota(tmp_path) == 1.5
+    (tmp_path / "cpu").mkdir()  # version 1
+    (tmp_path / "cpu" / "cpu.cfs_period_us").write_text("100000\n")
+    (tmp_path / "cpu" / "cpu.cfs_quota_us").write_text("-1\n")
+    assert cores.cpu_quota(tmp_path) is None
+    (tmp_path / "cpu" / "cpu.cfs_quota_us").write_text("200000\n")
+    assert cores.cpu_quota(tmp_path) == 2.0
 
 
 def test_the_peak_of_a_host_is_of_the_window_alone() -> None:

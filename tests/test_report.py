@@ -5,8 +5,10 @@ from __future__ import annotations
 import io
 import json
 import math
+import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +18,7 @@ import yaml
 
 from scaling import report
 from scaling.analysis.comparable import batch_change, batch_relation, contradictions, mismatches, refusals, remarks
-from scaling.analysis.efficiency import Ratio, Row, scaling_rows, strong_efficiency, weak_efficiency
+from scaling.analysis.efficiency import Ratio, Row, points, scaling_rows, strong_efficiency, weak_efficiency
 from scaling.reporting.columns import number
 from scaling.reporting.terminal import PIPED, print_report, render, verdict
 from scaling.results.reader import Run, find_runs, read_run, read_runs
@@ -75,7 +77,7 @@ def a_summary(**changes: Any) -> Summary:
         global_batch_size=total,
         sequence_length=128,
         parameters=840_000,
-        flops_per_step=10**12,
+        flops_per_step=total * 10**11,
         warmup_steps=10,
         measured_steps=50,
         skipped_steps=0,
@@ -83,9 +85,9 @@ def a_summary(**changes: Any) -> Summary:
         step_time_s=StepTime(seconds, seconds, seconds, seconds, 0.01, ends, 5),
         samples_per_s=total / seconds,
         samples_per_s_per_device=total / seconds / world,
-        tokens_per_s=128 * total / seconds,
+        tokens_per_s=changes.get("sequence_length", 128) * total / seconds,
         target_tokens_per_s=None,
-        tflops_per_device=1 / seconds / world,
+        tflops_per_device=total * 0.1 / seconds / world,
         mfu=None,
         hfu=None,
         peak_memory_gib=Memory(1.25, 1.5, "device"),
@@ -109,6 +111,15 @@ def a_summary(**changes: Any) -> Summary:
     return replace(base, **changes)
 
 
+def steps_of(summary: Summary) -> Iterator[dict[str, Any]]:
+    """Steps that add up to the summary."""
+    for step in range(summary.measured_steps):
+        seconds = summary.window_s / summary.measured_steps
+        samples = summary.samples_per_s * summary.window_s / summary.measured_steps
+        note = f"{summary.run_id} {step}"  # no two runs are alike
+        yield {"warmup": False, "seconds": [seconds] * summary.world_size, "samples": samples, "note": note}
+
+
 def save(
     folder: Path,
     summary: Summary | None = None,
@@ -123,11 +134,12 @@ def save(
     summary = a_summary(**changes) if summary is None else summary
     batch = {key: getattr(summary, key) for key in ("micro_batch_size", "accumulation_steps", "global_batch_size")}
     strategy = {"name": summary.strategy} | ({} if summary.strategy == "single" else {"bucket_mb": 25.0})
-    made = CONFIG | {"batch": batch, "strategy": strategy} | (config or {})
+    precision = CONFIG["precision"] | {"name": summary.precision}
+    made = CONFIG | {"batch": batch, "strategy": strategy, "precision": precision} | (config or {})
     devices = {"devices": [summary.device_name] * summary.world_size}
     (folder / "config.yaml").write_text(yaml.safe_dump(made))
     (folder / "environment.json").write_text(json.dumps(ENVIRONMENT | devices | (environment or {})))
-    (folder / "steps.jsonl").write_text("")
+    (folder / "steps.jsonl").write_text("".join(json.dumps(step) + "\n" for step in steps_of(summary)))
     (folder / "summary.json").write_text(json.dumps(asdict(summary)))
     return folder
 
@@ -453,7 +465,7 @@ def test_throughput_counts_accumulation_and_steps_once() -> None:
     summary = asdict(a_summary(**right, window_s=20.0))
     assert (summary["samples_per_s"], summary["samples_per_s_per_device"]) == (32.0, 16.0)
     assert contradictions(summary) == []
-    forgotten = summary | {"samples_per_s": 4.0, "samples_per_s_per_device": 2.0}
+    forgotten = summary | {"samples_per_s": 4.0, "samples_per_s_per_device": 2.0, "tokens_per_s": 512.0}
     assert contradictions(forgotten) == ["samples/s 4 is not 10 steps x 64 samples / 20 s"]
 
 
@@ -506,7 +518,7 @@ def test_a_failed_run_shows_kind_rank_and_message(tmp_path: Path) -> None:
     assert refusals(run) == ["failed: oom"]
     text = render([run], PIPED, colour=False)
     assert "failed: oom on rank 1: out of memory:" in text and "Traceback" not in text
-    assert "no ratio: failed: oom" in text
+    assert text.count("failed: oom") == 1 and "no ratio" not in text
 
 
 def test_a_run_without_an_ending_is_incomplete(tmp_path: Path) -> None:
@@ -516,7 +528,7 @@ def test_a_run_without_an_ending_is_incomplete(tmp_path: Path) -> None:
     run = read_runs([tmp_path])[0]
     assert (run.status, run.model, run.world_size) == ("incomplete", "gpt_tiny", None)
     text = render([run], PIPED, colour=False)
-    assert "incomplete" in text and "no ratio: incomplete" in text
+    assert "incomplete" in text and "no ratio" not in text
 
 
 @pytest.mark.parametrize(
@@ -730,3 +742,83 @@ def test_the_report_imports_nothing_of_the_training() -> None:
     check = f"import sys; {imports}; print([m for m in {heavy} if m in sys.modules])"
     result = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True, check=True)
     assert result.stdout.strip() == "[]"
+
+
+# Records that cannot be believed
+
+
+def doubted(folder: Path, edit: dict[str, Any]) -> list[str]:
+    """Why a run whose summary.json was edited by hand may stand in no ratio."""
+    save(folder)
+    content = json.loads((folder / "summary.json").read_text())
+    for key, value in edit.items():
+        target, _, leaf = key.rpartition(".")
+        (content[target] if target else content)[leaf] = value
+    (folder / "summary.json").write_text(json.dumps(content))
+    return refusals(read_run(folder))
+
+
+@pytest.mark.parametrize(
+    ("edit", "reason"),
+    [
+        ({"step_time_s.mean": 0.025, "step_time_s.ci95": None}, "step_time_s.mean 0.025 x 50 steps is not window_s 5"),
+        ({"step_time_s.ci95": [0.11, 0.09]}, "ci95 [0.11, 0.09] does not hold the mean 0.1"),
+        ({"tokens_per_s": 1.0}, "tokens/s 1 is not 80 samples/s x 128"),
+        ({"samples_per_s": 104.0, "samples_per_s_per_device": 104.0}, "samples_per_s is 104, but its steps give 80"),
+        ({"window_s": 4.0}, "window_s is 4, but its steps give 5"),
+        ({"measured_steps": 25}, "measured_steps is 25, but its steps give 50"),
+        ({"world_size": 2}, "world_size is 2, but its steps give 1"),
+        ({"world_size": 2}, "devices 1 in its files, 2 in its summary"),
+        ({"micro_batch_size": 4}, "batch.micro_batch_size 8 in its files, 4 in its summary"),
+        ({"precision": "bf16"}, "precision.name fp32 in its files, bf16 in its summary"),
+    ],
+)
+def test_a_summary_that_contradicts_its_own_files_is_refused(tmp_path: Path, edit: dict[str, Any], reason: str) -> None:
+    assert reason in doubted(tmp_path / "run", edit)
+
+
+@pytest.mark.parametrize(("key", "value"), [("schema_version", 0), ("command", "banana")])
+def test_a_record_of_another_kind_is_skipped(tmp_path: Path, key: str, value: Any) -> None:
+    folder = save(tmp_path / "run")
+    content = json.loads((folder / "summary.json").read_text())
+    (folder / "summary.json").write_text(json.dumps(content | {key: value}))
+    assert not read_run(folder).readable
+
+
+def test_a_run_without_its_steps_is_refused(tmp_path: Path) -> None:
+    folder = save(tmp_path / "run")
+    (folder / "steps.jsonl").unlink()
+    assert refusals(read_run(folder)) == ["no readable steps.jsonl"]
+
+
+def test_a_copied_run_is_no_repeat(tmp_path: Path) -> None:
+    folder = save(tmp_path / "run")
+    shutil.copytree(folder, tmp_path / "again")
+    first, second = read_runs([tmp_path])
+    assert refusals(first) == []
+    assert refusals(second) == [f"a copy of run in {tmp_path}"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"flops_per_step": 10**15}, "flops per sample 62500000000000 vs 100000000000"),
+        ({"environment": {"model_source": "ab"}}, "model source ab vs none"),
+        ({"environment": {"data": {"digest": "ab"}}}, "data.digest ab vs none"),
+    ],
+)
+def test_another_model_or_text_under_one_name_gives_no_ratio(tmp_path: Path, changes: Any, reason: str) -> None:
+    run = a_run(tmp_path / "ddp2", world_size=2, **changes)
+    assert reason in mismatches(run, a_run(tmp_path / "single1"))
+
+
+def test_runs_with_other_transport_variables_are_no_repeats(tmp_path: Path) -> None:
+    variables = {"variables": {"NCCL_P2P_DISABLE": "1", "OMP_NUM_THREADS": "1"}}
+    runs = [a_run(tmp_path / "a", world_size=2, environment=variables), a_run(tmp_path / "b", world_size=2)]
+    assert len(points(runs)) == 2
+    assert len(points([a_run(tmp_path / "c", environment=variables), a_run(tmp_path / "d")])) == 1
+
+
+def test_what_nobody_checked_is_said(tmp_path: Path) -> None:
+    run, base = pair(tmp_path, parameters_agree=None, environment={"git": {"commit": None, "dirty": None}})
+    assert {"nobody checked that parameters agree", "commit unknown"} <= set(remarks(run, base))

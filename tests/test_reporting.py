@@ -100,7 +100,7 @@ def test_the_table_shows_the_numbers_with_their_units_and_scope() -> None:
     for part in (
         "8 x NVIDIA H100 80GB HBM3",
         "4 x 2 x 8 = 64 samples per step",
-        "100.00 ± 0.50 (95 %) ms",
+        "100.0 ± 0.5 ms (95 %)",
         "60 steps in 6 blocks, 6.00 s",
         "640.00, per device 80.00",
         "655,360, in the loss 600,000",

@@ -165,6 +165,7 @@ def test_slow_steps_get_shorter_blocks() -> None:
     assert Plan.of(config, step_s=0.05).block_steps == 10
     assert Plan.of(config, step_s=2.0).block_steps == 5  # one block more than the minimum fits
     assert Plan.of(config, step_s=100.0).block_steps == 1
+    assert Plan.of(config, step_s=float("inf")).block_steps == 1  # no warm-up: nothing is known
 
 
 def test_the_other_ranks_do_what_rank_0_decided() -> None:

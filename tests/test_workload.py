@@ -13,8 +13,8 @@ import yaml
 from scaling.config import BatchConfig, ModelConfig, SyntheticConfig, TextConfig, conf_dir
 from scaling.measure.collectives import Recorder
 from scaling.measure.loop import Slots, TrainingLoop
-from scaling.workload import Batch, Workload, build
-from scaling.workload.flops import flops_per_sample
+from scaling.workload import Batch, Workload, build, check_loss, source_digest
+from scaling.workload.flops import count_flops
 from scaling.workload.loader import Place, open_source
 from scaling.workload.text import Text, read_text, text_files, text_path
 
@@ -34,7 +34,7 @@ def tiny(**changes: Any) -> Workload:
 
 def test_gpt2_has_the_published_size_and_the_counted_flops() -> None:
     assert build(model("gpt2"), "meta", seed=0).parameters == 124_439_808
-    assert flops_per_sample(model("gpt2")) / 1e9 == pytest.approx(875, rel=1e-3)
+    assert (count_flops(model("gpt2"), 1) or 0) / 1e9 == pytest.approx(875, rel=1e-3)
 
 
 def test_flops_of_a_small_gpt_by_hand() -> None:
@@ -43,7 +43,7 @@ def test_flops_of_a_small_gpt_by_hand() -> None:
     attention = layers * 2 * length * hidden  # per position: scores and weighted values, over all `length` positions
     forward = 2 * length * (products + attention)
     assert heads * (hidden // heads) == hidden
-    assert flops_per_sample(model("gpt_tiny")) == 3 * forward  # backward computes two products for each one
+    assert count_flops(model("gpt_tiny"), 5) == 5 * 3 * forward  # backward computes two products for each one
 
 
 def test_weights_depend_on_the_seed_alone() -> None:
@@ -205,3 +205,58 @@ def test_losses_of_many_steps_share_a_few_pieces_of_memory() -> None:
     given = [slots.next(torch.tensor(0.0)).fill_(i) for i in range(10)]
     assert [float(slot) for slot in given] == list(range(10))
     assert len({slot.untyped_storage().data_ptr() for slot in given}) == 3
+
+
+def own(module: torch.nn.Module, loss: Any) -> Workload:
+    return Workload(module, loss, lambda n, g: {"x": torch.rand(n, 3, generator=g)}, ())
+
+
+@pytest.mark.parametrize(
+    ("loss", "message"),
+    [
+        (lambda m, t: (m(t["x"]).square().mean(), t["x"].shape[0]), "a mean would be divided twice"),
+        (lambda m, t: (m(t["x"]).square().sum(), 1), "has to be a sum and its count"),
+        (lambda m, t: m(t["x"]).square().sum(), r"has to return \(sum, count\), not Tensor"),
+    ],
+)
+def test_a_users_loss_that_is_no_sum_with_its_count_is_refused(loss: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        check_loss(own(torch.nn.Linear(3, 3), loss), CPU)
+
+
+def test_a_users_loss_that_is_one_passes_and_leaves_the_model_training() -> None:
+    module = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.BatchNorm1d(3), torch.nn.Dropout(0.5))
+    check_loss(own(module, lambda m, t: (m(t["x"]).square().sum(), t["x"].shape[0])), CPU)
+    assert module.training
+
+
+@pytest.mark.parametrize(
+    ("synthetic", "count", "message"),
+    [
+        (lambda n, g: {"x": torch.rand(1, 3)}, lambda t: 1, r"synthetic\(2, ...\) gave `x` of shape \(1, 3\)"),
+        (lambda n, g: {"x": torch.rand(n, 3)}, lambda t: 0, r"counts \[0, 0, 0, 0\] terms"),
+        (lambda n, g: {"x": torch.rand(n, 3)}, lambda t: int(1e6 * t["x"].sum()), "has to be the same number"),
+    ],
+)
+def test_synthetic_batches_that_would_lie_are_refused(synthetic: Any, count: Any, message: str) -> None:
+    workload = Workload(torch.nn.Linear(3, 3), lambda m, t: (m(t["x"]).sum(), count(t)), synthetic, ())
+    with pytest.raises(ValueError, match=message):
+        open_source(SyntheticConfig(), BatchConfig(2, 1, 2), workload, 0, Place(0, 1, CPU, []))
+
+
+def half_precision(sequence_length: int, dropout: float) -> Workload:
+    return own(torch.nn.Linear(3, 3).bfloat16(), None)
+
+
+def test_master_weights_are_float32() -> None:
+    with pytest.raises(ValueError, match=r"`weight` is torch.bfloat16; master weights are float32"):
+        build(ModelConfig("m", f"{__name__}:half_precision", sequence_length=1), CPU, 0)
+
+
+def test_flops_that_cannot_be_counted_are_none() -> None:
+    assert count_flops(ModelConfig("m", f"{__name__}:half_precision", sequence_length=1), 1) is None
+
+
+def test_the_code_of_a_users_model_is_named() -> None:
+    assert source_digest("scaling.workload.transformer:gpt2") is None
+    assert len(source_digest(f"{__name__}:half_precision") or "") == 16

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from launching import SMALL, Ended, Forked, Launched, ended_together, forked, forked_ranks, free_port, rank_environment
 
 from scaling.hardware.device import local_device
-from scaling.ranks import Launch, Member, Refused, check_one_world, introduce
+from scaling.ranks import Launch, Member, Refused, check_one_world, introduce, place_on_machine
 from scaling.world import World
 
 # ---- what the launcher said
@@ -76,7 +76,7 @@ def test_devices_of_this_host() -> None:
 
 def member(rank: int, **changes: Any) -> Member:
     config = {"seed": 0, "model": {"name": "gpt_tiny", "args": {"layers": 4}}}
-    me = Member(rank, "box", 4026531836, 1000 + rank, 0.0, "cpu", "EPYC", config, None)
+    me = Member(rank, "box", "boot", 4026531836, 1000 + rank, 0.0, "cpu", "EPYC", config, None)
     return replace(me, **changes)
 
 
@@ -281,3 +281,8 @@ def test_two_launches_at_once_are_two_worlds_with_a_run_directory_each(tmp_path:
         summary = json.loads((path / "summary.json").read_text())
         assert (summary["run_id"], summary["world_size"]) == (path.name, 2)
     assert [path.name for path in folder.iterdir()] == ["runs"], "Hydra makes no file or folder of its own"
+
+
+def test_ranks_of_several_launchers_share_the_cores_of_their_machine() -> None:
+    people = [member(0), member(1, machine="other"), member(2, host="container"), member(3, machine="other")]
+    assert [place_on_machine(people, rank) for rank in range(4)] == [(0, 2), (0, 2), (1, 2), (1, 2)]

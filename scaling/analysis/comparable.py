@@ -39,6 +39,7 @@ SUMMARY_FIELDS = (
     "threads",
     "cores_per_rank",
 )
+TRANSPORT_VARIABLES = ("NCCL_", "GLOO_")
 NONE_MATCHES = ("parameter_dtype", "gather_dtype", "reduce_dtype", "versions.deepspeed")  # nothing to gather, or unused
 
 # Config keys that a difference in speed cannot come from, that follow from the swept field, or whose outcome is in
@@ -66,6 +67,7 @@ def refusals(run: Run) -> list[str]:
     if len(names := sorted({str(name) for name in as_list(run.environment.get("devices"))})) > 1:
         reasons.append(f"mixed devices: {', '.join(names)}")
     reasons += [f"no readable {name}" for name in missing_files(run)]
+    reasons += [*run.doubts, *_other_files(run)]
     return reasons + contradictions(run.summary) + impossible_values(run.summary)
 
 
@@ -73,6 +75,22 @@ def _ending(run: Run) -> str:
     if run.status == "failed":
         return f"failed: {as_dict(run.error).get('kind', 'error.json is not readable')}"
     return "incomplete" if run.status == "incomplete" else "summary.json is not readable"
+
+
+def _other_files(run: Run) -> list[str]:
+    """Find where config.yaml and environment.json speak of another run than summary.json does."""
+    assert run.summary is not None
+    said = {
+        **{f"batch.{key}": (value, run.summary.get(key)) for key, value in run.group("batch").items()},
+        "strategy.name": (run.group("strategy").get("name"), run.summary["strategy"]),
+        "precision.name": (run.group("precision").get("name"), run.summary["precision"]),
+        "devices": (len(as_list(run.environment.get("devices"))) or None, run.summary["world_size"]),
+    }
+    return [
+        f"{key} {mine} in its files, {other} in its summary"
+        for key, (mine, other) in said.items()
+        if mine not in (None, other)
+    ]
 
 
 def missing_files(run: Run) -> list[str]:
@@ -94,6 +112,13 @@ def contradictions(summary: dict[str, Any]) -> list[str]:
         reasons.append(f"global batch {total} is not micro-batch {micro} x accumulation {steps} x {world} ranks")
     if abs(per_device * world - rate) > 0.01 * rate:
         reasons.append(f"samples/s {rate:g} is not {world} x {per_device:g} per device")
+    time, tokens, length = summary["step_time_s"], summary["tokens_per_s"], summary["sequence_length"]
+    if abs(time["mean"] * steps_measured - window) > 0.01 * window:
+        reasons.append(f"step_time_s.mean {time['mean']:g} x {steps_measured} steps is not window_s {window:g}")
+    if time["ci95"] is not None and not time["ci95"][0] <= time["mean"] <= time["ci95"][1]:
+        reasons.append(f"ci95 {time['ci95']} does not hold the mean {time['mean']:g}")
+    if tokens is not None and length is not None and abs(rate * length - tokens) > 0.01 * tokens:
+        reasons.append(f"tokens/s {tokens:g} is not {rate:g} samples/s x {length}")
     if abs(total * steps_measured / window - rate) > 0.01 * rate:
         reasons.append(f"samples/s {rate:g} is not {steps_measured} steps x {total} samples / {window:g} s")
     return reasons
@@ -132,7 +157,13 @@ def compared_fields(run: Run) -> dict[str, Any]:
     assert run.summary is not None
     fields = {name: run.summary[name] for name in SUMMARY_FIELDS}
     fields |= dict(_flat(run.config))
+    if run.summary["flops_per_step"] is not None:  # another model under one name
+        fields["flops per sample"] = round(run.summary["flops_per_step"] / run.summary["global_batch_size"])
     fields |= {f"versions.{name}": version for name, version in as_dict(run.environment.get("versions")).items()}
+    fields["model source"] = run.environment.get("model_source")
+    fields["data.digest"] = as_dict(run.environment.get("data")).get("digest")
+    if run.summary["peak_memory_gib"]["kind"] == "host_resident":
+        fields["cores"] = as_list(run.environment.get("cores"))
     return fields | {"git.commit": as_dict(run.environment.get("git")).get("commit")}
 
 
@@ -158,6 +189,12 @@ def _show(value: Any) -> str:
     return text[:12] if len(text) == 40 and " " not in text else text  # a commit is known by its first digits
 
 
+def transport_variables(run: Run) -> dict[str, Any]:
+    """The variables that choose or tune what carries the bytes."""
+    variables = as_dict(run.environment.get("variables"))
+    return {name: value for name, value in variables.items() if name.startswith(TRANSPORT_VARIABLES)}
+
+
 def _transport(run: Run, base: Run) -> list[str]:
     """Compare what carried the bytes; one device sends nothing, so that it matches any transport."""
     assert run.summary is not None and base.summary is not None
@@ -173,8 +210,12 @@ def remarks(run: Run, base: Run) -> list[str]:
     git = [as_dict(one.environment.get("git")) for one in (run, base)]
     if any(one.get("dirty") for one in git):
         said.append(f"uncommitted changes on {_show(git[0].get('commit'))}")
+    if None in [one.get("commit") for one in git]:
+        said.append("commit unknown")
     if run.world_size != 1 and run.summary and run.summary["gradients_reduced"] is None:
         said.append("nobody checked that gradients were reduced")
+    if run.world_size != 1 and run.summary and run.summary["parameters_agree"] is run.summary["gather_dtype"] is None:
+        said.append("nobody checked that parameters agree")
     if others := other_hosts(run, base):
         said.append(f"baseline ran on another host ({', '.join(others)})")
     return said
@@ -213,7 +254,8 @@ def same_point(run: Run) -> str:
     """Make a key that only fresh repeats of one measurement share."""
     assert run.summary is not None
     link = run.summary["link"]
-    arm = [] if run.world_size == 1 else [link["requested"], link["observed"], run.summary["nodes"]]
+    arm = [link["requested"], link["observed"], run.summary["nodes"], transport_variables(run)]
+    arm = [] if run.world_size == 1 else arm
     point = [run.strategy, run.world_size, run.micro_batch_size, run.accumulation_steps, run.global_batch_size, arm]
     return json.dumps([point, _hosts(run), compared_fields(run)], sort_keys=True, default=str)
 

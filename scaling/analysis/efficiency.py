@@ -159,9 +159,9 @@ def scaling_rows(runs: Iterable[Run]) -> list[Row]:
 
     The rows come in the order of the runs; with growing world size a change of transport is noticed.
     """
-    measured = points(run for run in runs if run.readable)
-    one = [point for point in measured if point[0].world_size == 1 and point[0].summary is not None]
-    many = [point for point in measured if point[0].world_size != 1 or point[0].summary is None]
+    measured = points(run for run in runs if run.summary is not None)
+    one = [point for point in measured if point[0].world_size == 1]
+    many = [point for point in measured if point[0].world_size != 1]
     rows = [row for point in many for row in _rows(point, one, KINDS)]
     for point in one:
         if point[0].strategy != "single":  # on one device weak and strong are the same: it joins the tables there are
@@ -174,8 +174,6 @@ def scaling_rows(runs: Iterable[Run]) -> list[Row]:
 
 def _rows(point: tuple[Run, ...], one: list[tuple[Run, ...]], kinds: tuple[Kind, ...]) -> list[Row]:
     run = point[0]
-    if run.summary is None:
-        return [Row(None, point, "", reasons=tuple(refusals(run)))]
     strategies = ["single"] if run.world_size == 1 else list(dict.fromkeys(("single", run.strategy)))
     bases = {n: [base for base in one if (base[0].strategy, base[0].model) == (n, run.model)] for n in strategies}
     fitting = {

@@ -78,7 +78,7 @@ class DeferredEngine(_Replicas):
     def __init__(self, *args: Any, bucket_mb: float, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._buckets = split_into_buckets(list(reversed(self._parameters)), int(bucket_mb * MIB))
-        for tensor in [*self._parameters, *self.module.buffers()]:
+        for tensor in [*self.module.parameters(), *self.module.buffers()]:
             dist.broadcast(tensor.detach(), src=0)  # as DistributedDataParallel does when it wraps
 
     def accumulate(self, batch: Batch, *, last: bool) -> Tensor:
@@ -91,6 +91,8 @@ class DeferredEngine(_Replicas):
     def _reduce(self) -> None:
         for bucket in self._buckets:
             gradients = [p.grad for p in bucket if p.grad is not None]
+            if not gradients:
+                continue  # parameters that this model does not use
             flat = torch.cat([g.flatten() for g in gradients]).div_(self._world_size).to(self.reduce_dtype)
             dist.all_reduce(flat)
             parts = flat.split([g.numel() for g in gradients])

@@ -24,37 +24,42 @@ def available_cores() -> list[int]:
 
 
 def cpu_quota(cgroup: Path = Path("/sys/fs/cgroup")) -> float | None:
-    """CPUs that the control group grants (cgroup v2 `cpu.max`), None where there is no limit."""
+    """CPUs that the control group grants (cgroup v2 `cpu.max`, v1 `cpu.cfs_quota_us`), None where there is no limit."""
+    old = [cgroup / "cpu" / f"cpu.cfs_{name}_us" for name in ("quota", "period")]
+    if all(file.exists() for file in old):
+        quota_us, period_us = (int(file.read_text()) for file in old)
+        return quota_us / period_us if quota_us > 0 else None
     file = cgroup / "cpu.max"
     quota, _, period = file.read_text().strip().partition(" ") if file.exists() else ("max", "", "")
     return None if quota == "max" else int(quota) / int(period)
 
 
-def share(cores: Sequence[int], local_rank: int, threads: int) -> list[int]:
-    """The `threads` cores of this rank; empty where there are not enough for it."""
-    mine = cores[local_rank * threads : (local_rank + 1) * threads]
+def share(cores: Sequence[int], index: int, threads: int) -> list[int]:
+    """The `threads` cores of the rank with this index on its machine; empty where there are not enough for it."""
+    mine = cores[index * threads : (index + 1) * threads]
     return list(mine) if len(mine) == threads else []
 
 
-def oversubscribed(cores: int, quota: float | None, local_world_size: int, threads: int) -> bool:
+def oversubscribed(cores: int, quota: float | None, ranks: int, threads: int) -> bool:
     """Whether the ranks of this host have more busy threads than there are cores."""
-    return local_world_size * threads > min(float(cores), quota or float(cores))
+    return ranks * threads > min(float(cores), quota or float(cores))
 
 
-def bind(local_rank: int, local_world_size: int, threads: int, own_cores: bool) -> tuple[int | None, bool]:
+def bind(index: int, ranks: int, threads: int, own_cores: bool) -> tuple[int | None, bool]:
     """Compute with `threads` threads, the same number for every world size; with `own_cores` on as many cores.
 
+    `index` and `ranks` count the ranks of this machine.
     Returns (cores bound to, or None, whether the host is oversubscribed). Call before any compute: threads
     that a library starts later inherit the binding. A rank beside an accelerator is not bound: its threads feed
     the device and the network, and wait more than they compute.
     """
     cores = available_cores()
     torch.set_num_threads(threads)
-    if oversubscribed(len(cores), cpu_quota(), local_world_size, threads):
+    if oversubscribed(len(cores), cpu_quota(), ranks, threads):
         return None, True
     if not own_cores or not hasattr(os, "sched_setaffinity"):
         return None, False
-    mine = share(cores, local_rank, threads)
+    mine = share(cores, index, threads)
     for task in Path("/proc/self/task").iterdir():  # threads that imports have started, too
         os.sched_setaffinity(int(task.name), mine)
     return len(mine), False

@@ -108,6 +108,7 @@ class StepCount:
     world_size: int
     micro_steps: list[list[Collective]] = field(default_factory=list)
     host_syncs: int = 0
+    gradient_elements: int = 0  # of the parameters that had a gradient before the update
 
     @property
     def bytes(self) -> dict[str, float]:
@@ -124,10 +125,13 @@ class StepCount:
         *micro_steps, update = [any(c.kind in REDUCTIONS and c.elements > 1 for c in m) for m in self.micro_steps]
         return sum(micro_steps) + (update and not micro_steps[-1])
 
-    def reduces(self, gradient_bytes: int) -> bool:
-        """Whether at least (n-1)/n of the gradients' bytes were reduced: less cannot have averaged them."""
-        reduced = sum(size for kind, size in self.bytes.items() if kind in REDUCTIONS)
-        return reduced >= (self.world_size - 1) / self.world_size * gradient_bytes
+    def reduces(self, bytes_per_element: int) -> bool:
+        """Whether reductions took in every byte of the gradients: less cannot have averaged them.
+
+        In bytes sent that is at least (n-1)/n of them, what a reduce_scatter sends, and twice it for an all_reduce.
+        """
+        reduced = sum(c.payload_bytes for micro_step in self.micro_steps for c in micro_step if c.kind in REDUCTIONS)
+        return reduced >= self.gradient_elements * bytes_per_element
 
 
 def count_step(engine: Engine, next_batch: Callable[[], Batch], accumulation_steps: int, world_size: int) -> StepCount:
@@ -143,5 +147,6 @@ def count_step(engine: Engine, next_batch: Callable[[], Batch], accumulation_ste
     for micro_step in range(1, accumulation_steps + 1):
         batch = next_batch()
         record(lambda batch=batch, last=micro_step == accumulation_steps: engine.accumulate(batch, last=last))  # type: ignore[misc]
+    count.gradient_elements = sum(p.numel() for p in engine.module.parameters() if p.grad is not None)
     record(engine.step)
     return count

@@ -118,7 +118,7 @@ def compose(
         mfu=None,
         hfu=None,
         peak_memory_gib=facts.peak_memory,
-        host_syncs_per_step=facts.count.host_syncs,
+        host_syncs_per_step=None if config.compile else facts.count.host_syncs,  # counting runs the model uncompiled
         syncs_per_step=facts.count.syncs,
         comm_bytes_per_step=facts.count.bytes,
         wait_s=None,

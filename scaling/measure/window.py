@@ -63,7 +63,7 @@ class Plan:
 
     @classmethod
     def of(cls, config: MeasureConfig, step_s: float) -> Plan:
-        """The plan for steps of about `step_s` seconds; blocks get shorter where `min_blocks` would not fit."""
+        """The plan for steps of about `step_s` seconds (infinite: unknown); blocks get shorter where few would fit."""
         block_steps = config.block_steps
         if step_s > 0:
             block_steps = min(block_steps, int(config.max_seconds / (config.min_blocks + 1) / step_s))

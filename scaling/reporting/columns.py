@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from scaling.analysis.comparable import contradictions, impossible_values
 from scaling.results.reader import Run, as_dict
@@ -54,10 +55,12 @@ def percent(fraction: float) -> str:
 
 
 def _step_time(run: Run) -> str:
+    return run.status if run.summary is None else milliseconds(run.summary["step_time_s"])
+
+
+def milliseconds(step_time_s: dict[str, Any]) -> str:
     """Give the mean in ms, with the half-width of its 95 % interval where there is one."""
-    if run.summary is None:
-        return run.status
-    mean, ends = 1e3 * run.summary["step_time_s"]["mean"], run.summary["step_time_s"]["ci95"]
+    mean, ends = 1e3 * step_time_s["mean"], step_time_s["ci95"]
     if ends is None:
         return number(mean)
     half = 1e3 * (ends[1] - ends[0]) / 2

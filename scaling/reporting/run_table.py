@@ -7,6 +7,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from scaling.reporting.columns import milliseconds, number
+
 # What each flag means for the number beside it.
 FLAGS = {
     "unsteady": "step times vary by more than 10 %",
@@ -24,23 +26,27 @@ FLAGS = {
 }
 
 
+WIDTH = 200  # lines are not folded: a terminal does that, and a file has no edge
+
+
 def print_run(summary: dict[str, Any], console: Console | None = None) -> None:
     """A two-column table on standard output, flags below it."""
-    console = console or Console(highlight=False, soft_wrap=True)
+    console = console or Console(highlight=False)
     table = Table(show_header=False, box=None, pad_edge=False)
     table.add_column(style="bold", no_wrap=True)
     table.add_column(overflow="fold")
     for name, value in _rows(summary):
         table.add_row(name, value)
-    console.print(table)
+    with console.capture() as capture:
+        console.print(table, width=WIDTH, soft_wrap=True)
+    console.out("\n".join(line.rstrip() for line in capture.get().splitlines()), highlight=False)
     for flag in summary["flags"]:
         console.print(f"! {flag}: {FLAGS.get(flag, 'see the documentation')}", style="yellow", markup=False)
 
 
 def _rows(s: dict[str, Any]) -> list[tuple[str, str]]:
     time, memory = s["step_time_s"], s["peak_memory_gib"]
-    half = None if time["ci95"] is None else (time["ci95"][1] - time["ci95"][0]) / 2
-    spread = "" if half is None else f" ± {half * 1e3:.2f} (95 %)"
+    spread = "" if time["ci95"] is None else " (95 %)"
     batch = f"{s['micro_batch_size']} x {s['accumulation_steps']} x {s['world_size']}"
     warm = f"{s['warmup_steps']} warm-up steps before"
     rows = [
@@ -49,7 +55,7 @@ def _rows(s: dict[str, Any]) -> list[tuple[str, str]]:
         ("batch", f"{batch} = {s['global_batch_size']} samples per step (micro x accumulation x ranks)"),
         (
             "step time",
-            f"{time['mean'] * 1e3:.2f}{spread} ms, median {time['median'] * 1e3:.2f}, p95 {time['p95'] * 1e3:.2f}",
+            f"{milliseconds(time)} ms{spread}, median {number(time['median'] * 1e3)}, p95 {number(time['p95'] * 1e3)}",
         ),
         ("measured", f"{s['measured_steps']} steps in {time['blocks']} blocks, {s['window_s']:.2f} s; {warm}"),
         ("samples/s", f"{s['samples_per_s']:,.2f}, per device {s['samples_per_s_per_device']:,.2f}"),
@@ -60,7 +66,7 @@ def _rows(s: dict[str, Any]) -> list[tuple[str, str]]:
         rows.append(("tokens/s", f"{s['tokens_per_s']:,.0f}{in_loss}"))
     if s["tflops_per_device"] is not None:
         rows.append(
-            ("TFLOPS/device", f"{s['tflops_per_device']:.4g} ({s['flops_per_step'] / 1e9:,.2f} GFLOP per step)")
+            ("TFLOPS/device", f"{s['tflops_per_device']:.4g} ({number(s['flops_per_step'] / 1e9)} GFLOP per step)")
         )
     if memory["allocated"] is not None:
         held = "" if memory["reserved"] is None else f" allocated, {memory['reserved']:.2f} reserved"

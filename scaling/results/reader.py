@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import os
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass, is_dataclass
+from dataclasses import dataclass, is_dataclass, replace
 from pathlib import Path
 from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
@@ -30,7 +31,7 @@ POSITIVE = ("world_size", "micro_batch_size", "accumulation_steps", "global_batc
 class Run:
     """One run directory. `summary` holds every field of the record; None: not completed, or not believable.
 
-    `problem` names each file that was skipped, with the reason.
+    `problem` names each file that was skipped, with the reason; `doubts` say why its numbers may stand in no ratio.
     """
 
     path: Path
@@ -41,6 +42,8 @@ class Run:
     environment: dict[str, Any]
     error: dict[str, Any] | None
     problem: str | None
+    doubts: tuple[str, ...] = ()
+    steps_digest: str | None = None
 
     @property
     def readable(self) -> bool:
@@ -105,7 +108,18 @@ def read_runs(paths: Iterable[Path]) -> list[Run]:
 
     Raises ValueError in one line for a path that holds none.
     """
-    return sorted((read_run(folder) for folder in find_runs(paths)), key=_place)
+    return _without_copies(sorted((read_run(folder) for folder in find_runs(paths)), key=_place))
+
+
+def _without_copies(runs: list[Run]) -> list[Run]:
+    """Doubt every run whose steps are, to the byte, those of one before it: a copied folder is no repeat."""
+    first: dict[str, Run] = {}
+    kept = []
+    for run in runs:
+        original = first.setdefault(run.steps_digest, run) if run.steps_digest else run
+        copied = f"a copy of {original.run_id} in {original.path.parent}"
+        kept.append(run if original is run else replace(run, doubts=(*run.doubts, copied)))
+    return kept
 
 
 def _place(run: Run) -> tuple[Any, ...]:
@@ -157,7 +171,33 @@ def read_run(path: Path) -> Run:
     elif (path / "error.json").exists():
         status = "failed"
     run_id = path.name if summary is None else summary["run_id"]
-    return Run(path, run_id, status, summary, config, environment, error, "; ".join(problems) or None)
+    doubts, digest = ((), None) if summary is None else _check_steps(path / "steps.jsonl", summary)
+    problem = "; ".join(problems) or None
+    return Run(path, run_id, status, summary, config, environment, error, problem, doubts, digest)
+
+
+def _check_steps(path: Path, summary: dict[str, Any]) -> tuple[tuple[str, ...], str | None]:
+    """Compare the summary with what its steps add up to; (reasons for doubt, digest of the steps)."""
+    try:
+        content = path.read_bytes()
+        steps = [step for step in map(json.loads, content.splitlines()) if not step["warmup"]]
+        per_rank = [sum(seconds) for seconds in zip(*(step["seconds"] for step in steps), strict=True)]
+        samples = sum(step["samples"] for step in steps)
+    except (OSError, ValueError, KeyError, TypeError):
+        return ("no readable steps.jsonl",), None
+    window = max(per_rank, default=0.0)
+    from_steps = {
+        "measured_steps": len(steps),
+        "world_size": len(per_rank),
+        "window_s": window,
+        "samples_per_s": samples / window if window else 0.0,
+    }
+    doubts = tuple(
+        f"{name} is {summary[name]:g}, but its steps give {value:g}"
+        for name, value in from_steps.items()
+        if not math.isclose(summary[name], value, rel_tol=1e-6)
+    )
+    return doubts, hashlib.sha256(content).hexdigest()
 
 
 def _load(path: Path, problems: list[str]) -> dict[str, Any] | None:
@@ -187,8 +227,12 @@ def distrust(summary: dict[str, Any]) -> str | None:
         return "has no schema_version, so it is not a record of scaling"
     if version > SCHEMA_VERSION:
         return f"schema_version {version} is newer than {SCHEMA_VERSION}, the newest that this version reads"
+    if version < 1:
+        return f"schema_version {version} never existed"
     if str(summary.get("command")).split()[:1] == ["comm"]:
         return "a record of scaling.comm, which this report does not show yet"
+    if summary.get("command") != "train":
+        return f"command {str(summary.get('command'))[:40]!r} is none that this report shows"
     if reason := _mismatch(_complete(summary), Summary, ""):
         return reason
     measured = {key: summary[key] for key in POSITIVE} | {"step_time_s.mean": summary["step_time_s"]["mean"]}

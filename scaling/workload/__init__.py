@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import importlib
+import inspect
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -32,9 +37,10 @@ class Batch:
 class Workload:
     """A model and how to train it; ours and a user's `package.module:function` return the same.
 
-    `loss(module, tensors)` gives (sum of the loss terms, their count); `synthetic(n, generator)` gives the tensors
-    of n samples on the generator's device; `block_types` are the layers to shard or checkpoint one by one.
-    `vocabulary` and `sequence_length` are None where the samples are not sequences of tokens.
+    `loss(module, tensors)` gives (sum of the loss terms, their count), with the sample as the first dimension of every
+    tensor; `synthetic(n, generator)` gives the tensors of n samples on the generator's device, with the same count each
+    time; `block_types` are the layers to shard or checkpoint one by one. `vocabulary` and `sequence_length` are None
+    where the samples are not sequences of tokens. Text comes as int64 `inputs` and `targets`, [samples, positions].
     """
 
     module: nn.Module
@@ -53,20 +59,56 @@ class Workload:
 def build(model: ModelConfig, device: torch.device | str, seed: int) -> Workload:
     """The workload with weights drawn from `seed` on `device`, the same on every rank. Raises ValueError."""
     function = _resolve(model.target)
-    torch.manual_seed(seed)
     arguments = dict(model.args) | {"dropout": model.dropout}
     if model.sequence_length is not None:
         arguments["sequence_length"] = model.sequence_length
     try:
-        with torch.device(device):
-            workload = function(**arguments)
+        with contextlib.suppress(ValueError):  # a builtin may have no signature
+            inspect.signature(function).bind(**arguments)
     except TypeError as error:
         raise ValueError(f"model.target={model.target} does not take {', '.join(arguments)}: {error}") from error
+    torch.manual_seed(seed)
+    with torch.device(device):
+        workload = function(**arguments)
     if not isinstance(workload, Workload):
         raise ValueError(
             f"model.target={model.target} returned {type(workload).__name__}, not a scaling.workload.Workload"
         )
+    for name, parameter in workload.module.named_parameters():
+        if parameter.requires_grad and parameter.dtype != torch.float32:
+            raise ValueError(f"model.target={model.target}: `{name}` is {parameter.dtype}; master weights are float32")
     return workload
+
+
+def check_loss(workload: Workload, device: torch.device) -> None:
+    """Raise ValueError unless the loss is a sum over samples with its count: the same samples twice give twice both."""
+    once = workload.synthetic(1, torch.Generator(device=device).manual_seed(0))
+    twice = {name: torch.cat([tensor, tensor]) for name, tensor in once.items()}
+    workload.module.eval()  # without dropout and batch statistics
+    with torch.no_grad():
+        given = [workload.loss(workload.module, tensors) for tensors in (once, twice)]
+    workload.module.train()
+    if not all(isinstance(pair, tuple) and len(pair) == 2 for pair in given):
+        raise ValueError(f"the loss of model.target has to return (sum, count), not {type(given[0]).__name__}")
+    sums, counts = [float(pair[0]) for pair in given], [int(pair[1]) for pair in given]
+    if counts[1] != 2 * counts[0] or not math.isclose(sums[1], 2 * sums[0], rel_tol=1e-2, abs_tol=1e-6):
+        raise ValueError(
+            f"the loss of model.target has to be a sum and its count: one sample gives {sums[0]:.6g} and {counts[0]}, "
+            f"the same sample twice {sums[1]:.6g} and {counts[1]}; a mean would be divided twice"
+        )
+
+
+def source_digest(target: str) -> str | None:
+    """Names the code of a user's own target, which no commit of ours does; None for one of ours."""
+    if is_ours(target):
+        return None
+    file = inspect.getsourcefile(importlib.import_module(target.partition(":")[0]))
+    return None if file is None else hashlib.sha256(Path(file).read_bytes()).hexdigest()[:16]
+
+
+def is_ours(target: str) -> bool:
+    """Whether this package has the target, and its tests hold it to the contract."""
+    return target.startswith("scaling.")
 
 
 def _resolve(target: str) -> Callable[..., Any]:

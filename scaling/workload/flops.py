@@ -9,11 +9,17 @@ from scaling.config import ModelConfig
 from scaling.workload import build
 
 
-def flops_per_sample(model: ModelConfig) -> int:
-    """FLOPs of one sample's forward and backward, no recomputation, 2 per multiply-add; counted on the meta device."""
-    workload = build(model, "meta", seed=0)
-    generator = torch.Generator(device="cpu")
-    tensors = {name: tensor.to("meta") for name, tensor in workload.synthetic(1, generator).items()}
-    with FlopCounterMode(display=False) as counter:
-        workload.loss(workload.module, tensors)[0].backward()
-    return int(counter.get_total_flops())
+def count_flops(model: ModelConfig, samples: int) -> int | None:
+    """FLOPs of forward and backward of so many samples, without recomputation, 2 per multiply-add; on the meta device.
+
+    None for a model that does not run there, or whose operators the counter does not know: a user's own may not.
+    """
+    try:
+        workload = build(model, "meta", seed=0)
+        made = workload.synthetic(samples, torch.Generator(device="cpu"))
+        tensors = {name: tensor.to("meta") for name, tensor in made.items()}
+        with FlopCounterMode(display=False) as counter:
+            workload.loss(workload.module, tensors)[0].backward()
+    except (NotImplementedError, RuntimeError, ValueError):
+        return None
+    return int(counter.get_total_flops()) or None

@@ -13,7 +13,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from scaling.config import BatchConfig, DataConfig, SyntheticConfig, TextConfig
-from scaling.workload import Batch, Workload
+from scaling.workload import Batch, Tensors, Workload
 from scaling.workload.order import Order, micro_batch
 from scaling.workload.text import BYTES, Text, read_text, text_path
 
@@ -52,11 +52,26 @@ def _synthetic(data: SyntheticConfig, batch: BatchConfig, workload: Workload, se
     micro, accumulation, _ = batch.sizes
     generator = torch.Generator(device=place.device).manual_seed(seed * place.world_size + place.rank)
     made = [workload.synthetic(micro, generator) for _ in range(data.batches)]
-    with torch.no_grad():
-        targets = int(workload.loss(workload.module, made[0])[1])
+    targets = _targets(workload, made, micro)
     step_targets = targets * accumulation * place.world_size
     rotation = itertools.cycle([Batch(tensors, micro, targets, step_targets) for tensors in made])
     return Source(rotation, "synthetic", {"batches": data.batches})
+
+
+def _targets(workload: Workload, made: list[Tensors], samples: int) -> int:
+    """Loss terms of each of these batches. Raises ValueError unless they are alike, and of as many samples as asked."""
+    for name, tensor in ((name, tensor) for tensors in made for name, tensor in tensors.items()):
+        if tensor.dim() < 1 or tensor.shape[0] != samples:
+            raise ValueError(
+                f"synthetic({samples}, ...) gave `{name}` of shape {tuple(tensor.shape)}: the first is samples"
+            )
+    with torch.no_grad():
+        counts = [int(workload.loss(workload.module, tensors)[1]) for tensors in made]
+    if counts[0] < 1 or len(set(counts)) > 1:
+        raise ValueError(
+            f"the loss counts {counts} terms in synthetic batches: it has to be the same number, from 1 on"
+        )
+    return counts[0]
 
 
 def _text(data: TextConfig, batch: BatchConfig, workload: Workload, seed: int, place: Place) -> Source:
