@@ -20,6 +20,7 @@ $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[deepspeed,dev]'
 	@touch $@
+	@echo 'ready: . $(VENV)/bin/activate'
 
 demo: setup ## measure gpt_tiny as single and as DDP on 1 and 2 ranks, and report (five minutes)
 	@launch/demo.sh

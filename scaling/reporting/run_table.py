@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 from rich.console import Console
@@ -26,19 +27,19 @@ FLAGS = {
 }
 
 
-WIDTH = 200  # lines are not folded: a terminal does that, and a file has no edge
+UNFOLDED = 1000  # a file and a filter have no edge to fold at
 
 
 def print_run(summary: dict[str, Any], console: Console | None = None) -> None:
     """A two-column table on standard output, flags below it."""
-    console = console or Console(highlight=False)
+    console = console or Console(highlight=False, width=None if sys.stdout.isatty() else UNFOLDED)
     table = Table(show_header=False, box=None, pad_edge=False)
     table.add_column(style="bold", no_wrap=True)
     table.add_column(overflow="fold")
     for name, value in _rows(summary):
         table.add_row(name, value)
     with console.capture() as capture:
-        console.print(table, width=WIDTH, soft_wrap=True)
+        console.print(table)
     console.out("\n".join(line.rstrip() for line in capture.get().splitlines()), highlight=False)
     for flag in summary["flags"]:
         console.print(f"! {flag}: {FLAGS.get(flag, 'see the documentation')}", style="yellow", markup=False)
