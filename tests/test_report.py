@@ -822,3 +822,11 @@ def test_runs_with_other_transport_variables_are_no_repeats(tmp_path: Path) -> N
 def test_what_nobody_checked_is_said(tmp_path: Path) -> None:
     run, base = pair(tmp_path, parameters_agree=None, environment={"git": {"commit": None, "dirty": None}})
     assert {"nobody checked that parameters agree", "commit unknown"} <= set(remarks(run, base))
+
+
+def test_a_wrapper_that_gains_on_one_device_is_possible(tmp_path: Path) -> None:
+    a_run(tmp_path / "ddp1", strategy="ddp", seconds=0.09)
+    a_run(tmp_path / "single1")
+    (row,) = scaling_rows(read_runs([tmp_path]))
+    assert row.efficiency is not None and row.efficiency.low is not None and row.efficiency.low > 1
+    assert not row.impossible

@@ -238,6 +238,8 @@ def _reasons(run: Run, base: Run) -> list[str]:
 def _judge(row: Row) -> Row:
     """Mark a weak efficiency above 1 beyond its interval (without one: at all): it is impossible, and no verdict."""
     assert row.efficiency is not None
+    if row.runs[0].world_size == 1:
+        return row  # what a wrapper costs on the same device: a gain is rare, and possible
     least = row.efficiency.value if row.efficiency.low is None else row.efficiency.low
     if least <= 1 + 1e-9:
         return row
