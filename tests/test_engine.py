@@ -127,6 +127,12 @@ def test_a_precision_that_the_device_cannot_do_is_refused(name: str) -> None:
         check_precision(name, CPU)
 
 
+def test_tf32_that_the_driver_would_run_as_fp32_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NVIDIA_TF32_OVERRIDE", "0")
+    with pytest.raises(ValueError, match="NVIDIA_TF32_OVERRIDE=0 makes it run as fp32"):
+        check_precision("tf32", torch.device("cuda"))
+
+
 @pytest.mark.parametrize("name", ["fp32", "bf16"])
 def test_a_precision_that_the_device_can_do_is_not(name: str) -> None:
     check_precision(name, CPU)

@@ -112,6 +112,13 @@ def test_one_reduction_per_step_and_the_gradients_bytes(ddp: Ran) -> None:
     assert s["host_syncs_per_step"] == 0
 
 
+def test_what_was_not_measured_is_null_and_no_default(ddp: Ran) -> None:
+    s = ddp.summary
+    for name in ("mfu", "hfu", "wait_s", "comm_s", "exposed_comm_s", "contention_s", "energy_j", "clock_mhz"):
+        assert s[name] is None, name  # C20: no peak is known for this device
+    assert s["link"] == {"requested": "auto", "observed": None, "evidence": None}
+
+
 def test_it_learns(ddp: Ran) -> None:
     assert ddp.summary["loss"]["last"] < ddp.summary["loss"]["first"] - 0.1
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
@@ -42,6 +43,8 @@ class Precision:
 
 def check_precision(name: str, device: torch.device) -> None:
     """Raise ValueError for a precision that this device cannot do, naming those that it can."""
+    if name == "tf32" and os.environ.get("NVIDIA_TF32_OVERRIDE") == "0":
+        raise ValueError("precision=tf32: NVIDIA_TF32_OVERRIDE=0 makes it run as fp32; unset it, or use precision=fp32")
     capable = [p for p in ("fp32", "tf32", "bf16", "fp16") if _capable(p, device)]
     if name not in capable:
         raise ValueError(
