@@ -77,7 +77,9 @@ def measure(setup: Setup) -> Summary | None:
     peak = memory.largest(world.gather(memory.read_peak(world.device, was_reset)))
 
     seconds = warmup_s + [s for block in window.seconds() for s in block]
-    steps = job_steps(world.gather(rank_steps(seconds, job.loop.noted)), len(warmup_s), plan.block_steps)
+    noted = world.gather(rank_steps(seconds, job.loop.noted))
+    tokens = job.workload.sequence_length is not None
+    steps = job_steps(noted, len(warmup_s), plan.block_steps, tokens=tokens)
     if world.rank == 0:
         store.write_steps(setup.run_dir, steps)
     progress.update("checking what a step sends and that the ranks agree")
@@ -140,7 +142,7 @@ def _warn(setup: Setup, flops: int | None, oversubscribed: bool) -> None:
         setup.progress.note("! fewer cores than ranks x threads: the ranks take turns, and no efficiency is computed")
     if setup.world.device.type == "cpu" and flops is not None and flops > SLOW_ON_A_HOST:
         setup.progress.note(
-            f"! a step is {flops / 1e12:.1f} TFLOP per rank: minutes on a CPU; model=gpt_tiny is made for one"
+            f"! a step is {flops / 1e12:.1f} TFLOP per rank: far too long for a CPU; model=gpt_tiny is made for one"
         )
 
 
@@ -201,11 +203,14 @@ def _compiles_by_shape(config: TrainConfig) -> bool:
 
 
 def _check(job: Job, config: TrainConfig, world: World) -> Checked:
-    """Count one more step, and compare the weights of the ranks; collective."""
-    count = count_step(job.engine, lambda: next(job.source.batches), config.batch.sizes[1], world.size)
+    """Count one more step, and compare the weights of the ranks; collective. The count is that of the busiest rank."""
+    mine = count_step(job.engine, lambda: next(job.source.batches), config.batch.sizes[1], world.size)
+    counts = world.gather(mine)
+    count = max(counts, key=lambda each: (each.syncs, sum(each.bytes.values()), each.host_syncs))
     if world.size == 1:
         return Checked(count, None, None)
-    reduced = all(world.gather(count.reduces((job.engine.reduce_dtype or torch.float32).itemsize)))
+    width = (job.engine.reduce_dtype or torch.float32).itemsize
+    reduced = all(each.reduces(width) for each in counts)
     if job.engine.gather_dtype is not None:  # sharded: gathering makes them agree whatever happened
         return Checked(count, reduced, None)
     return Checked(count, reduced, not agreement.disagreeing(world.gather(agreement.fingerprint(job.engine.module))))

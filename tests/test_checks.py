@@ -60,6 +60,7 @@ def test_bytes_are_payload_times_factor_by_kind() -> None:
 def test_gradients_count_as_reduced_when_every_byte_went_in(kind: str, elements: int, enough: bool) -> None:
     count = StepCount(2, [[reduction(kind, elements)], []], gradient_elements=100)
     assert count.reduces(bytes_per_element=4) is enough
+    assert not StepCount(2, [[reduction(kind, elements)], []]).reduces(4)  # no gradient was seen
 
 
 def test_host_reads_are_counted_and_plain_work_is_not() -> None:
@@ -101,7 +102,9 @@ def test_rows_hold_the_whole_job() -> None:
     noted = [Noted(0.1, 2, 20, torch.tensor(1.5), torch.tensor(s)) for s in (0, 1, 1)]
     mine = rank_steps([1.0, 2.0, 3.0], noted)
     other = [RankStep(1.1, 0.2, 2, 30, 0.5, s) for s in (0, 1, 1)]
-    rows = job_steps([mine, other], warmup_steps=1, block_steps=1)
+    rows = job_steps([mine, other], warmup_steps=1, block_steps=1, tokens=True)
+    other_rows = job_steps([mine, other], warmup_steps=1, block_steps=1, tokens=False)
+    assert [row.target_tokens for row in other_rows] == [None] * 3  # an image model has loss terms, and no tokens
     assert [row.warmup for row in rows] == [True, False, False]
     assert [row.block for row in rows] == [None, 0, 1]
     assert rows[1].seconds == [2.0, 1.1]
@@ -110,7 +113,7 @@ def test_rows_hold_the_whole_job() -> None:
 
 
 def test_a_loss_that_is_not_finite_is_none() -> None:
-    rows = job_steps([[RankStep(1.0, 0.0, 1, 1, float("nan"), 0)]], warmup_steps=0, block_steps=1)
+    rows = job_steps([[RankStep(1.0, 0.0, 1, 1, float("nan"), 0)]], warmup_steps=0, block_steps=1, tokens=True)
     assert rows[0].loss is None
 
 

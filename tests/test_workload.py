@@ -244,6 +244,14 @@ def test_synthetic_batches_that_would_lie_are_refused(synthetic: Any, count: Any
         open_source(SyntheticConfig(), BatchConfig(2, 1, 2), workload, 0, Place(0, 1, CPU, []))
 
 
+def test_opening_the_data_leaves_batch_statistics_alone() -> None:
+    norm = torch.nn.BatchNorm1d(3)
+    workload = own(norm, lambda m, t: (m(t["x"]).sum(), t["x"].shape[0]))
+    open_source(SyntheticConfig(), BatchConfig(4, 1, 4), workload, 0, Place(0, 1, CPU, []))
+    assert norm.num_batches_tracked is not None and int(norm.num_batches_tracked) == 0
+    assert norm.training
+
+
 def half_precision(sequence_length: int, dropout: float) -> Workload:
     return own(torch.nn.Linear(3, 3).bfloat16(), None)
 

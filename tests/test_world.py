@@ -11,11 +11,24 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 import torch.distributed as dist
-from launching import SMALL, Ended, Forked, Launched, ended_together, forked, forked_ranks, free_port, rank_environment
+from launching import (
+    ENDLESS,
+    SMALL,
+    Ended,
+    Forked,
+    Launched,
+    ended_together,
+    forked,
+    forked_ranks,
+    free_port,
+    rank_environment,
+)
 
+from scaling.hardware.cores import available_cores
 from scaling.hardware.device import local_device
 from scaling.ranks import Launch, Member, Refused, check_one_world, introduce, place_on_machine
 from scaling.world import World
@@ -286,3 +299,16 @@ def test_two_launches_at_once_are_two_worlds_with_a_run_directory_each(tmp_path:
 def test_ranks_of_several_launchers_share_the_cores_of_their_machine() -> None:
     people = [member(0), member(1, machine="other"), member(2, host="container"), member(3, machine="other")]
     assert [place_on_machine(people, rank) for rank in range(4)] == [(0, 2), (0, 2), (1, 2), (1, 2)]
+
+
+@pytest.mark.ranks
+def test_two_launchers_on_one_machine_do_not_put_their_ranks_on_one_core(tmp_path: Path) -> None:
+    world = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "GROUP_WORLD_SIZE": "2"}  # as two agents of one rank each say
+    with forked_ranks([ENDLESS, ENDLESS], tmp_path / "here", **world) as ranks:
+        ranks[0].until_training()
+        cores = [set(psutil.Process(rank.pid).cpu_affinity()) for rank in ranks]
+    if len(available_cores()) == 1:
+        assert cores[0] == cores[1]  # oversubscribed, and so not bound
+    else:
+        assert [len(own) for own in cores] == [1, 1]
+        assert not cores[0] & cores[1]

@@ -128,10 +128,11 @@ class StepCount:
     def reduces(self, bytes_per_element: int) -> bool:
         """Whether reductions took in every byte of the gradients: less cannot have averaged them.
 
-        In bytes sent that is at least (n-1)/n of them, what a reduce_scatter sends, and twice it for an all_reduce.
+        Where no gradient was seen, nothing shows that they did. In bytes sent that is at least (n-1)/n of them, what a
+        reduce_scatter sends, and twice it for an all_reduce.
         """
         reduced = sum(c.payload_bytes for micro_step in self.micro_steps for c in micro_step if c.kind in REDUCTIONS)
-        return reduced >= self.gradient_elements * bytes_per_element
+        return self.gradient_elements > 0 and reduced >= self.gradient_elements * bytes_per_element
 
 
 def count_step(engine: Engine, next_batch: Callable[[], Batch], accumulation_steps: int, world_size: int) -> StepCount:

@@ -38,8 +38,11 @@ def rank_steps(seconds: Sequence[float], noted: Sequence[Noted]) -> list[RankSte
     ]
 
 
-def job_steps(ranks: Sequence[Sequence[RankStep]], warmup_steps: int, block_steps: int) -> list[Step]:
-    """The rows of `steps.jsonl`: times per rank, samples, targets and loss of the whole job."""
+def job_steps(ranks: Sequence[Sequence[RankStep]], warmup_steps: int, block_steps: int, *, tokens: bool) -> list[Step]:
+    """The rows of `steps.jsonl`: times per rank, samples, targets and loss of the whole job.
+
+    Without `tokens` the loss terms are something else, and `target_tokens` is None.
+    """
     steps = []
     before = [0] * len(ranks)
     for index, row in enumerate(zip(*ranks, strict=True)):
@@ -54,7 +57,7 @@ def job_steps(ranks: Sequence[Sequence[RankStep]], warmup_steps: int, block_step
                 seconds=[rank.seconds for rank in row],
                 data_wait_s=[rank.data_wait_s for rank in row],
                 samples=sum(rank.samples for rank in row),
-                target_tokens=sum(rank.targets for rank in row),
+                target_tokens=sum(rank.targets for rank in row) if tokens else None,
                 loss=loss if math.isfinite(loss) else None,
                 skipped=skipped != before,
             )

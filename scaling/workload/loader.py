@@ -65,8 +65,10 @@ def _targets(workload: Workload, made: list[Tensors], samples: int) -> int:
             raise ValueError(
                 f"synthetic({samples}, ...) gave `{name}` of shape {tuple(tensor.shape)}: the first is samples"
             )
+    workload.module.eval()  # this forward is no training: batch statistics stay as they are
     with torch.no_grad():
         counts = [int(workload.loss(workload.module, tensors)[1]) for tensors in made]
+    workload.module.train()
     if counts[0] < 1 or len(set(counts)) > 1:
         raise ValueError(
             f"the loss counts {counts} terms in synthetic batches: it has to be the same number, from 1 on"
