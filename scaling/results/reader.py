@@ -273,4 +273,4 @@ def _fits_generic(value: object, origin: Any, arguments: tuple[Any, ...]) -> boo
     if origin is tuple:  # JSON has lists only
         return isinstance(value, list) and len(value) == len(arguments) and all(map(_fits, value, arguments))
     items = list(value.values()) if isinstance(value, dict) else value
-    return isinstance(value, origin) and all(_fits(item, arguments[-1]) for item in as_list(items))
+    return isinstance(value, origin) and all(_mismatch(item, arguments[-1], "") is None for item in as_list(items))

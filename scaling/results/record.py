@@ -68,6 +68,28 @@ class Memory:
 
 
 @dataclass(frozen=True)
+class Telemetry:
+    """One rank's device over the window, as its driver tells it; `None` where it does not.
+
+    Clocks and power are means over the samples. `sm_clock_change` is the mean of the second half of the samples over
+    that of the first, minus 1. `throttle_reasons` maps a reason to the share of samples in which it held.
+    """
+
+    device: str  # UUID
+    samples: int
+    energy_j: float | None
+    sm_clock_mhz: float | None
+    sm_clock_change: float | None
+    memory_clock_mhz: float | None
+    power_w: float | None
+    power_limit_w: float | None
+    default_power_limit_w: float | None
+    temperature_c: float | None  # the highest
+    throttle_reasons: dict[str, float] | None
+    problem: str | None  # why something is missing
+
+
+@dataclass(frozen=True)
 class Link:
     """What was asked for, what carried the bytes, and how we know; no observation, no label."""
 
@@ -137,3 +159,11 @@ class Summary:
     slowest_rank: int | None = None
     rank_spread: float | None = None
     block_steps: int | None = None
+    hardware_flops_per_step: int | None = None  # with what checkpointing recomputes
+    peak_tflops: float | None = None  # of one device, dense, at this precision, by its vendor: what mfu and hfu divide by
+    peak_source: str | None = None
+    matmul_tflops: float | None = None  # largest matrix-product rate measured on the device itself, least over ranks
+    matmul_share: float | None = None  # tflops_per_device / matmul_tflops
+    telemetry: list[Telemetry | None] | None = None  # per rank; None without a driver that tells
+    channels_last: bool | None = None  # of images; None for models without
+    batch_statistics: bool | None = None  # true: normalises over a rank's micro-batch, so that its size changes training
