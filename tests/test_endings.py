@@ -465,3 +465,38 @@ def test_summary_and_error_in_the_same_moment_leave_the_summary(
     else:
         assert not store.write_error(tmp_path, "terminated", 0, "m")
     assert [path.name for path in tmp_path.iterdir()] == ["summary.json"]
+
+
+def test_a_second_thread_waits_until_the_first_has_its_error_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The one that is first ends the process; the other would leave half a file behind.
+    import threading
+
+    from scaling.results import store
+
+    entered, go_on, wrote = threading.Event(), threading.Event(), []
+    write = store._write
+
+    def slow(path: Path, text: str, *, replace: bool = True) -> None:
+        entered.set()
+        go_on.wait(5)
+        write(path, text, replace=replace)
+
+    monkeypatch.setattr(store, "_write", slow)
+
+    def one(kind: str) -> None:
+        wrote.append((kind, store.write_error(tmp_path, kind, 0, kind)))
+
+    first = threading.Thread(target=one, args=("oom",))
+    first.start()
+    assert entered.wait(5)
+    second = threading.Thread(target=one, args=("terminated",))
+    second.start()
+    second.join(0.2)
+    assert second.is_alive() and wrote == []
+    go_on.set()
+    first.join(5)
+    second.join(5)
+    assert wrote == [("oom", True), ("terminated", False)]
+    assert [path.name for path in tmp_path.iterdir()] == ["error.json"]

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import tempfile
+import threading
 from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
@@ -14,6 +15,8 @@ from typing import Any
 import yaml
 
 from scaling.results.record import Step, Summary
+
+_ONE_ERROR = threading.Lock()
 
 
 def make_run_dir(output_dir: str, slug: str, digest: str, run_dir: str | None = None) -> Path:
@@ -61,6 +64,12 @@ def write_environment(run_dir: Path, environment: dict[str, Any]) -> None:
     _write(run_dir / "environment.json", json.dumps(environment, indent=2) + "\n")
 
 
+def extend_environment(run_dir: Path, facts: dict[str, Any]) -> None:
+    """Add what was only learnt while the run went on."""
+    environment = json.loads((run_dir / "environment.json").read_text())
+    write_environment(run_dir, environment | facts)
+
+
 def write_steps(run_dir: Path, steps: Iterable[Step]) -> None:
     """`steps.jsonl`: one line per optimizer step, warm-up included."""
     _write(run_dir / "steps.jsonl", "".join(json.dumps(asdict(step), allow_nan=False) + "\n" for step in steps))
@@ -81,7 +90,12 @@ def write_summary(run_dir: Path, summary: Summary) -> None:
 
 def write_error(run_dir: Path, kind: str, rank: int, message: str, trace: str | None = None) -> bool:
     """`error.json`, by the first rank that gets there; False if another was first or the run had completed."""
-    if (run_dir / "summary.json").exists():
+    with _ONE_ERROR:  # the thread that is first ends the process, and shall not do so in the middle of another's file
+        return _write_error(run_dir, kind, rank, message, trace)
+
+
+def _write_error(run_dir: Path, kind: str, rank: int, message: str, trace: str | None) -> bool:
+    if (run_dir / "summary.json").exists() or (run_dir / "error.json").exists():
         return False
     content = json.dumps({"kind": kind, "rank": rank, "message": message, "traceback": trace}, indent=2) + "\n"
     try:
