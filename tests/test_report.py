@@ -8,144 +8,27 @@ import math
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from records import CONFIG, ENVIRONMENT, a_run, a_summary, run_report, save, telemetry
 
+import scaling
 from scaling import report
-from scaling.analysis.comparable import batch_change, batch_relation, contradictions, mismatches, refusals, remarks
-from scaling.analysis.efficiency import Ratio, Row, points, scaling_rows, strong_efficiency, weak_efficiency
+from scaling.analysis.believable import contradictions, refusals
+from scaling.analysis.comparable import batch_change, batch_relation, mismatches, points, remarks
+from scaling.analysis.devices import odd_devices
+from scaling.analysis.efficiency import Row, scaling_rows, strong_efficiency, weak_efficiency
+from scaling.analysis.ratio import Ratio
 from scaling.reporting.columns import number
-from scaling.reporting.terminal import PIPED, print_report, render, verdict
+from scaling.reporting.tables import prepare
+from scaling.reporting.terminal import PIPED, print_report, render
+from scaling.reporting.verdicts import verdict
 from scaling.results.reader import Run, find_runs, read_run, read_runs
-from scaling.results.record import Link, Memory, StepTime, Summary
-
-CONFIG: dict[str, Any] = {
-    "model": {"name": "gpt_tiny", "target": "w:gpt2", "args": {"layers": 4}, "sequence_length": 128, "dropout": 0.0},
-    "strategy": {"name": "ddp", "bucket_mb": 25.0, "overlap": True},
-    "precision": {"name": "fp32", "reduce": "fp32"},
-    "data": {"name": "synthetic", "batches": 4},
-    "batch": {"micro_batch_size": 8, "accumulation_steps": 1, "global_batch_size": 8},
-    "optimizer": {"name": "adamw", "lr": 1e-4, "clip": None},
-    "measure": {"warmup_steps": 10, "block_steps": 10, "target_ci": 0.01},
-    "compile": False,
-    "threads": None,
-    "seed": 0,
-    "output_dir": "runs",
-    "run_dir": None,
-    "command": "torchrun -m scaling.train",
-}
-ENVIRONMENT: dict[str, Any] = {
-    "git": {"commit": "a" * 40, "dirty": False},
-    "versions": {"python": "3.11.2", "torch": "2.13.0", "scaling": "0.1.0"},
-    "hosts": ["box"],
-}
-
-
-def a_summary(**changes: Any) -> Summary:
-    """A consistent record: `seconds` per step and `relative` half-width are given, the rates follow."""
-    seconds, relative = changes.pop("seconds", 0.1), changes.pop("relative", 0.01)
-    world = changes.get("world_size", 1)
-    micro, steps = changes.get("micro_batch_size", 8), changes.get("accumulation_steps", 1)
-    total = micro * steps * world
-    ends = None if relative is None else (seconds * (1 - relative), seconds * (1 + relative))
-    base = Summary(
-        schema_version=1,
-        run_id="gpt_tiny-ddp-0a1b2c3d-01",
-        command="train",
-        model="gpt_tiny",
-        strategy="single" if world == 1 else "ddp",
-        precision="fp32",
-        parameter_dtype="float32",
-        gather_dtype=None,
-        reduce_dtype=None if world == 1 else "float32",
-        optimizer="adamw",
-        compile=False,
-        checkpointing=False,
-        data="synthetic",
-        device_name="NVIDIA H200",
-        threads=1,
-        cores_per_rank=1,
-        world_size=world,
-        nodes=1,
-        micro_batch_size=micro,
-        accumulation_steps=steps,
-        global_batch_size=total,
-        sequence_length=128,
-        parameters=840_000,
-        flops_per_step=total * 10**11,
-        warmup_steps=10,
-        measured_steps=50,
-        skipped_steps=0,
-        window_s=50 * seconds,
-        step_time_s=StepTime(seconds, seconds, seconds, seconds, 0.01, ends, 5),
-        samples_per_s=total / seconds,
-        samples_per_s_per_device=total / seconds / world,
-        tokens_per_s=changes.get("sequence_length", 128) * total / seconds,
-        target_tokens_per_s=None,
-        tflops_per_device=total * 0.1 / seconds / world,
-        mfu=None,
-        hfu=None,
-        peak_memory_gib=Memory(1.25, 1.5, "device"),
-        data_wait_s=50 * seconds * 0.02,
-        host_syncs_per_step=0.0,
-        syncs_per_step=0 if world == 1 else 1,
-        comm_bytes_per_step=None,
-        wait_s=None,
-        comm_s=None,
-        overlapped_comm_s=None,
-        exposed_comm_s=None,
-        gradient_sync_cost_s=None,
-        contention_s=None,
-        link=Link("auto", None if world == 1 else "P2P", None),
-        gradients_reduced=None if world == 1 else True,
-        parameters_agree=None if world == 1 else True,
-        loss={"first": 5.0, "last": 4.0},
-        energy_j=None,
-        clock_mhz=None,
-    )
-    return replace(base, **changes)
-
-
-def steps_of(summary: Summary) -> Iterator[dict[str, Any]]:
-    """Steps that add up to the summary."""
-    for step in range(summary.measured_steps):
-        seconds = summary.window_s / summary.measured_steps
-        samples = summary.samples_per_s * summary.window_s / summary.measured_steps
-        note = f"{summary.run_id} {step}"  # no two runs are alike
-        yield {"warmup": False, "seconds": [seconds] * summary.world_size, "samples": samples, "note": note}
-
-
-def save(
-    folder: Path,
-    summary: Summary | None = None,
-    *,
-    config: dict[str, Any] | None = None,
-    environment: dict[str, Any] | None = None,
-    **changes: Any,
-) -> Path:
-    """Write a completed run to `folder`; `changes` are fields of its summary."""
-    folder.mkdir(parents=True)
-    changes.setdefault("run_id", folder.name)
-    summary = a_summary(**changes) if summary is None else summary
-    batch = {key: getattr(summary, key) for key in ("micro_batch_size", "accumulation_steps", "global_batch_size")}
-    strategy = {"name": summary.strategy} | ({} if summary.strategy == "single" else {"bucket_mb": 25.0})
-    precision = CONFIG["precision"] | {"name": summary.precision}
-    made = CONFIG | {"batch": batch, "strategy": strategy, "precision": precision} | (config or {})
-    devices = {"devices": [summary.device_name] * summary.world_size}
-    (folder / "config.yaml").write_text(yaml.safe_dump(made))
-    (folder / "environment.json").write_text(json.dumps(ENVIRONMENT | devices | (environment or {})))
-    (folder / "steps.jsonl").write_text("".join(json.dumps(step) + "\n" for step in steps_of(summary)))
-    (folder / "summary.json").write_text(json.dumps(asdict(summary)))
-    return folder
-
-
-def a_run(folder: Path, **changes: Any) -> Run:
-    return read_run(save(folder, **changes))
+from scaling.results.record import Link, Memory, Telemetry
 
 
 def pair(tmp_path: Path, base: dict[str, Any] | None = None, **changes: Any) -> tuple[Run, Run]:
@@ -163,11 +46,6 @@ def only(rows: list[Row], **wanted: Any) -> Row:
 def ends(ratio: Ratio | None) -> tuple[float, float]:
     assert ratio is not None and ratio.low is not None and ratio.high is not None
     return ratio.low, ratio.high
-
-
-def run_report(*paths: Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "scaling.report", *map(str, paths)]
-    return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
 # Formulas
@@ -347,6 +225,7 @@ def test_a_missing_baseline_is_said(tmp_path: Path) -> None:
         ({"compile": True}, "compile True vs False"),
         ({"checkpointing": True}, "checkpointing True vs False"),
         ({"data": "text"}, "data text vs synthetic"),
+        ({"channels_last": True}, "channels_last True vs False"),
         ({"parameters": 1}, "parameters 1 vs 840000"),
         ({"config": {"measure": CONFIG["measure"] | {"block_steps": 5}}}, "measure.block_steps 5 vs 10"),
         ({"config": {"optimizer": CONFIG["optimizer"] | {"clip": 1.0}}}, "optimizer.clip 1.0 vs none"),
@@ -360,7 +239,7 @@ def test_a_missing_baseline_is_said(tmp_path: Path) -> None:
     ],
 )
 def test_every_field_that_has_to_agree(tmp_path: Path, changes: dict[str, Any], reason: str) -> None:
-    run, base = pair(tmp_path, **changes)
+    run, base = pair(tmp_path, {"channels_last": False}, **{"channels_last": False, **changes})
     assert mismatches(run, base) == [reason]
     row = only(scaling_rows([base, run]), against="single")
     assert row.efficiency is None
@@ -371,6 +250,12 @@ def test_what_follows_from_the_swept_field_may_differ(tmp_path: Path) -> None:
     config = {"output_dir": "elsewhere", "run_dir": "x", "command": "srun", "threads": 1, "timeout_s": 1.0}
     versions = {"versions": ENVIRONMENT["versions"] | {"deepspeed": "0.19.8"}}
     run, base = pair(tmp_path, reduce_dtype="bfloat16", config=config, environment=versions)
+    assert mismatches(run, base) == []
+
+
+def test_a_field_that_an_older_record_lacks_does_not_forbid_the_ratio(tmp_path: Path) -> None:
+    rate = {"measure": CONFIG["measure"] | {"matmul_rate": True}}
+    run, base = pair(tmp_path, channels_last=False, batch_statistics=False, matmul_share=0.5, config=rate)
     assert mismatches(run, base) == []
 
 
@@ -439,6 +324,19 @@ def test_the_baseline_of_the_same_machine_is_taken(tmp_path: Path) -> None:
         ({"gradients_reduced": False}, "gradients were not reduced"),
         ({"parameters_agree": False}, "parameters differ between ranks"),
         ({"mfu": 1.04}, "impossible: MFU 104.0 % is above 100 %"),
+        ({"hfu": 1.04}, "impossible: HFU 104.0 % is above 100 %"),
+        (
+            {"matmul_share": 1.06},
+            "impossible: share of matmul 106.0 % is above the rate measured on the device itself",
+        ),
+        ({"mfu": 0.4, "hfu": 0.3}, "hfu 0.3 is below mfu 0.4"),
+        ({"mfu": 0.4, "peak_tflops": 16.0}, "mfu 0.4 is not 8 TFLOPS per device / peak_tflops 16"),
+        (
+            {"matmul_share": 0.6, "matmul_tflops": 16.0},
+            "matmul_share 0.6 is not 8 TFLOPS per device / matmul_tflops 16",
+        ),
+        ({"hardware_flops_per_step": 10**12}, "hardware_flops_per_step 1e+12 is below flops_per_step 1.6e+12"),
+        ({"flags": ["mixed_devices"]}, "mixed devices"),
         ({"comm_s": 0.01, "exposed_comm_s": 0.02}, "impossible: exposed_comm_s 0.02 is above comm_s 0.01"),
         ({"environment": {"devices": ["A", "B"]}}, "mixed devices: A, B"),
         # C08: one rank's rate, shown as the whole job's.
@@ -452,6 +350,21 @@ def test_runs_that_may_stand_in_no_ratio(tmp_path: Path, changes: dict[str, Any]
     rows = [row for row in scaling_rows([base, run]) if row.runs == (run,)]
     assert rows and all(row.efficiency is None and reason in row.reasons for row in rows)
     assert run.run_id in render([base, run], PIPED, colour=False)
+
+
+def test_values_that_agree_within_rounding_and_probing_stand(tmp_path: Path) -> None:
+    # 8 TFLOPS per device of a peak of 16 are 0.5; a probe of a few shapes finds a little less than a model may reach.
+    run = a_run(
+        tmp_path / "two",
+        world_size=2,
+        mfu=0.503,
+        hfu=0.503,
+        peak_tflops=16.0,
+        matmul_share=1.04,
+        matmul_tflops=7.7,
+        hardware_flops_per_step=16 * 10**11,
+    )
+    assert refusals(run) == []
 
 
 def test_a_baseline_that_may_stand_in_no_ratio_is_named_as_the_reason(tmp_path: Path) -> None:
@@ -697,16 +610,88 @@ def test_an_unknown_mfu_has_no_column_and_a_known_one_is_percent(tmp_path: Path)
     assert "43.2 %" in render([unknown, known], PIPED, colour=False)
 
 
+def headings_and_cells(runs: list[Run]) -> list[dict[str, str]]:
+    (table,) = [table for table in prepare(runs, wide=True).tables if table.title == "Runs"]
+    names = [heading.line for heading in table.headings]
+    return [dict(zip(names, row, strict=True)) for row in table.rows]
+
+
+def test_what_the_device_did_has_columns_where_it_is_known(tmp_path: Path) -> None:
+    # 1,000 J over a window of 5 s at 80 samples/s are 2.5 J per sample.
+    known = a_run(tmp_path / "known", mfu=0.3, hfu=0.3, matmul_share=0.456, energy_j=1000.0, clock_mhz=1980.0)
+    unknown = a_run(tmp_path / "unknown")
+    names = ("share of matmul", "energy J/sample", "clock MHz")
+    first, second = headings_and_cells([known, unknown])
+    assert [first[name] for name in names] == ["45.6 %", "2.500", "1980"]
+    assert [second[name] for name in ("MFU", *names)] == [""] * 4
+    assert not {"MFU", *names} & set(headings_and_cells([unknown])[0])
+
+
+def test_hfu_stands_beside_mfu_where_something_is_recomputed(tmp_path: Path) -> None:
+    plain = a_run(tmp_path / "plain", mfu=0.3, hfu=0.3)
+    again = a_run(tmp_path / "again", mfu=0.3, hfu=0.4, checkpointing=True)
+    assert "HFU" not in headings_and_cells([plain])[0]
+    assert [(row["MFU"], row["HFU"]) for row in headings_and_cells([plain, again])] == [
+        ("30.0 %", "30.0 %"),
+        ("30.0 %", "40.0 %"),
+    ]
+
+
+def test_a_narrow_terminal_gives_the_devices_a_table_of_their_own(tmp_path: Path) -> None:
+    known = {"mfu": 0.3, "hfu": 0.4, "matmul_share": 0.456, "energy_j": 1000.0, "clock_mhz": 1980.0}
+    runs = [a_run(tmp_path / "gpt_tiny-ddp-fp32-2x-0a1b2c3d-01", world_size=2, **known)]
+    text = render(runs, 100, colour=False)
+    assert max(map(len, text.splitlines())) <= 100
+    assert "Runs: use of the devices" in text and "45.6 %" in text
+    assert "Runs: use of the devices" not in render([a_run(tmp_path / "plain")], 100, colour=False)
+
+
 def test_equal_ids_of_two_machines_are_told_apart_by_path(tmp_path: Path) -> None:
     runs = [a_run(tmp_path / box / "gpt_tiny-ddp-0a1b2c3d-01") for box in ("a", "b")]
     text = render(runs, PIPED, colour=False)
     assert all(str(run.path) in text for run in runs)
 
 
-def test_the_slowest_rank_is_named(tmp_path: Path) -> None:
+def test_the_slowest_rank_is_named_and_explained(tmp_path: Path) -> None:
     # C32: ranks of 1.0, 1.0, 1.0 and 1.3 s.
-    run = a_run(tmp_path / "four", world_size=4, seconds=1.3, slowest_rank=3, rank_spread=0.3)
-    assert "rank 3 is slowest, by 30.0 %" in render([run], PIPED, colour=False)
+    late = {"world_size": 4, "seconds": 1.3, "slowest_rank": 3, "rank_spread": 0.3}
+    plain = a_run(tmp_path / "plain", **late)
+    assert headings_and_cells([plain])[0]["flags"] == "rank 3 is slowest, by 30.0 %"
+    slow = [telemetry(), telemetry(), telemetry(throttle_reasons={"sw_power_cap": 1.0, "sw_thermal_slowdown": 0.4})]
+    devices = [*slow, telemetry(power_limit_w=150.0, throttle_reasons={"hw_slowdown": 0.004, "gpu_idle": 0.5})]
+    run = a_run(tmp_path / "four", **late, telemetry=devices, flags=["throttled", "power_limited"])
+    assert headings_and_cells([run])[0]["flags"] == (
+        "throttled, power_limited, rank 3 is slowest, by 30.0 %, rank 2: sw_thermal_slowdown in 40 % of samples, "
+        "rank 3: power limit 150 of 300 W, rank 3: hw_slowdown in under 1 % of samples"
+    )
+    assert refusals(run) == []
+
+
+@pytest.mark.parametrize(
+    ("flags", "devices", "said"),
+    [
+        ([], [telemetry(power_limit_w=150.0, throttle_reasons={"hw_slowdown": 1.0})], []),
+        (["throttled"], None, []),
+        (["throttled", "power_limited"], [None, telemetry(throttle_reasons=None, power_limit_w=None)], []),
+        (
+            ["power_limited"],
+            [telemetry(power_limit_w=150.0)] * 3 + [None] + [telemetry(power_limit_w=150.0)],
+            ["0-2, 4"],
+        ),
+    ],
+)
+def test_only_what_was_flagged_and_is_known_is_explained(
+    flags: list[str], devices: list[Telemetry | None] | None, said: list[str]
+) -> None:
+    summary = asdict(a_summary(flags=flags, telemetry=devices))
+    assert odd_devices(summary) == [f"ranks {spans}: power limit 150 of 300 W" for spans in said]
+
+
+def test_of_many_odd_devices_some_are_named_and_the_others_counted() -> None:
+    devices = [telemetry(power_limit_w=100.0 + rank) for rank in range(10)]
+    said = odd_devices(asdict(a_summary(flags=["power_limited"], telemetry=devices)))
+    assert (len(said), said[0]) == (5, "rank 0: power limit 100 of 300 W")
+    assert said[-1] == "and 6 more in summary.json, telemetry"
 
 
 def test_colour_and_folding_are_for_terminals(tmp_path: Path) -> None:
@@ -736,7 +721,10 @@ def test_numbers_keep_four_digits(value: float, text: str) -> None:
 
 
 def test_the_report_imports_nothing_of_the_training() -> None:
-    names = ("report", "analysis.efficiency", "analysis.comparable", "reporting.terminal", "results.reader")
+    ours = ("analysis", "reporting")
+    found = [path for name in ours for path in (Path(scaling.__file__).parent / name).glob("*.py")]
+    names = ["report", "results.reader", *(f"{path.parent.name}.{path.stem}" for path in found)]
+    assert len(names) > 10
     imports = "; ".join(f"import scaling.{name}" for name in names)
     heavy = ["torch", "transformers", "hydra", "omegaconf", "deepspeed", "scipy", "numpy"]
     check = f"import sys; {imports}; print([m for m in {heavy} if m in sys.modules])"

@@ -47,7 +47,7 @@ def test_other_ranks_say_nothing() -> None:
 
 
 def summary(**changes: Any) -> dict[str, Any]:
-    base = {
+    base: dict[str, Any] = {
         "model": "gpt2",
         "strategy": "ddp",
         "precision": "bf16",
@@ -84,6 +84,7 @@ def summary(**changes: Any) -> dict[str, Any]:
         "parameters_agree": True,
         "loss": {"first": 10.5, "last": None},
         "flags": [],
+        **dict.fromkeys(("mfu", "hfu", "peak_tflops", "matmul_share", "matmul_tflops", "energy_j", "clock_mhz")),
     }
     return base | changes
 
@@ -111,6 +112,17 @@ def test_the_table_shows_the_numbers_with_their_units_and_scope() -> None:
         "10.5000 -> not finite",
     ):
         assert part in text, text
+
+
+def test_what_the_devices_could_do_and_did_is_shown_where_it_is_known() -> None:
+    # 70 of 989.4 TFLOPS are 7.1 %, of 700 are 10 %; 7,680 J over 640 x 6 samples are 2 J each.
+    known = {"mfu": 70 / 989.4, "hfu": 70 / 989.4, "peak_tflops": 989.4, "matmul_share": 0.1, "matmul_tflops": 700.0}
+    text = printed(**known, energy_j=7680.0, clock_mhz=1755.4)
+    for part in ("7.1 % of 989.4 TFLOPS dense", "10.0 % of 700 TFLOPS", "2.000 J per sample", "1755 MHz"):
+        assert part in text, text
+    assert "HFU" not in text
+    assert "HFU 9.4 %" in printed(**known | {"hfu": 0.0943})
+    assert not {"MFU", "matmul", "energy", "clock"} & set(printed().split())
 
 
 def test_every_flag_that_the_suite_raises_is_explained() -> None:

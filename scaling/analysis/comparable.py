@@ -6,22 +6,10 @@ import json
 from collections.abc import Iterable, Iterator
 from typing import Any, Literal
 
+from scaling.analysis.believable import refusals
 from scaling.results.reader import Run, as_dict, as_list
 
 Relation = Literal["weak", "strong", "both", "neither"]
-
-# Flags after which a step time is not the time of a step of this job alone; all other flags are shown, and judged
-# by the reader.
-INVALIDATING = {
-    "oversubscribed": "oversubscribed",
-    "profiled": "profiled",
-    "sync_each_step": "synchronised after each step",
-    "shared_device": "ranks share a device",
-    "mixed_devices": "mixed devices",
-    "gradients_not_reduced": "gradients were not reduced",
-    "parameters_disagree": "parameters differ between ranks",
-    "impossible": "impossible",
-}
 
 SUMMARY_FIELDS = (
     "device_name",
@@ -38,9 +26,11 @@ SUMMARY_FIELDS = (
     "data",
     "threads",
     "cores_per_rank",
+    "channels_last",
 )
 TRANSPORT_VARIABLES = ("NCCL_", "GLOO_")
-NONE_MATCHES = ("parameter_dtype", "gather_dtype", "reduce_dtype", "versions.deepspeed")  # nothing to gather, or unused
+# None here is no other setting: nothing to gather or to reduce, a package unused, a layout that no record had yet.
+NONE_MATCHES = ("parameter_dtype", "gather_dtype", "reduce_dtype", "versions.deepspeed", "channels_last")
 
 # Config keys that a difference in speed cannot come from, that follow from the swept field, or whose outcome is in
 # the summary (`threads: null` and `threads: 1` may be the same run).
@@ -50,99 +40,23 @@ CONFIG_IGNORED = frozenset(
         *("device", "threads", "batch", "link", "compile", "checkpointing"),
         *("model.name", "model.sequence_length", "model.micro_batch_size", "strategy.name", "data.name"),
         *("precision.name", "precision.reduce", "optimizer.name"),
+        *("model.channels_last", "measure.matmul_rate"),  # the rate is measured after the window
     }
 )
 
 
-def refusals(run: Run) -> list[str]:
-    """Say why this run may stand in no ratio at all; empty where it may."""
-    if run.summary is None:
-        return [_ending(run)]
-    flags = set(run.summary["flags"])
-    if run.summary["gradients_reduced"] is False:
-        flags.add("gradients_not_reduced")
-    if run.summary["parameters_agree"] is False:
-        flags.add("parameters_disagree")
-    reasons = [text for flag, text in INVALIDATING.items() if flag in flags]
-    if len(names := sorted({str(name) for name in as_list(run.environment.get("devices"))})) > 1:
-        reasons.append(f"mixed devices: {', '.join(names)}")
-    reasons += [f"no readable {name}" for name in missing_files(run)]
-    reasons += [*run.doubts, *_other_files(run)]
-    return reasons + contradictions(run.summary) + impossible_values(run.summary)
+def mismatches(run: Run, base: Run, apart: str | None = None) -> list[str]:
+    """Name the fields in which two completed runs differ and must not, as "threads 1 vs 2" (run vs base).
 
-
-def _ending(run: Run) -> str:
-    if run.status == "failed":
-        return f"failed: {as_dict(run.error).get('kind', 'error.json is not readable')}"
-    return "incomplete" if run.status == "incomplete" else "summary.json is not readable"
-
-
-def _other_files(run: Run) -> list[str]:
-    """Find where config.yaml and environment.json speak of another run than summary.json does."""
-    assert run.summary is not None
-    said = {
-        **{f"batch.{key}": (value, run.summary.get(key)) for key, value in run.group("batch").items()},
-        "strategy.name": (run.group("strategy").get("name"), run.summary["strategy"]),
-        "precision.name": (run.group("precision").get("name"), run.summary["precision"]),
-        "devices": (len(as_list(run.environment.get("devices"))) or None, run.summary["world_size"]),
-    }
-    return [
-        f"{key} {mine} in its files, {other} in its summary"
-        for key, (mine, other) in said.items()
-        if mine not in (None, other)
-    ]
-
-
-def missing_files(run: Run) -> list[str]:
-    """Name the files without which nobody can tell whether a run is comparable."""
-    return [name for name, held in (("config.yaml", run.config), ("environment.json", run.environment)) if not held]
-
-
-def contradictions(summary: dict[str, Any]) -> list[str]:
-    """Find numbers of one record that exclude each other, as when one rank's rate stands for the whole job."""
-    micro, steps, world = summary["micro_batch_size"], summary["accumulation_steps"], summary["world_size"]
-    total, rate, per_device = (
-        summary["global_batch_size"],
-        summary["samples_per_s"],
-        summary["samples_per_s_per_device"],
-    )
-    steps_measured, window = summary["measured_steps"], summary["window_s"]
-    reasons = []
-    if micro * steps * world != total:
-        reasons.append(f"global batch {total} is not micro-batch {micro} x accumulation {steps} x {world} ranks")
-    if abs(per_device * world - rate) > 0.01 * rate:
-        reasons.append(f"samples/s {rate:g} is not {world} x {per_device:g} per device")
-    time, tokens, length = summary["step_time_s"], summary["tokens_per_s"], summary["sequence_length"]
-    if abs(time["mean"] * steps_measured - window) > 0.01 * window:
-        reasons.append(f"step_time_s.mean {time['mean']:g} x {steps_measured} steps is not window_s {window:g}")
-    if time["ci95"] is not None and not time["ci95"][0] <= time["mean"] <= time["ci95"][1]:
-        reasons.append(f"ci95 {time['ci95']} does not hold the mean {time['mean']:g}")
-    if tokens is not None and length is not None and abs(rate * length - tokens) > 0.01 * tokens:
-        reasons.append(f"tokens/s {tokens:g} is not {rate:g} samples/s x {length}")
-    if abs(total * steps_measured / window - rate) > 0.01 * rate:
-        reasons.append(f"samples/s {rate:g} is not {steps_measured} steps x {total} samples / {window:g} s")
-    return reasons
-
-
-def impossible_values(summary: dict[str, Any]) -> list[str]:
-    """Name values that no machine produces; a row with one keeps its data and gets no verdict."""
-    reasons = []
-    for name in ("mfu", "hfu"):
-        if summary[name] is not None and summary[name] > 1:
-            reasons.append(f"impossible: {name.upper()} {100 * summary[name]:.1f} % is above 100 %")
-    communication, exposed = summary["comm_s"], summary["exposed_comm_s"]
-    if communication is not None and exposed is not None and exposed > communication:
-        reasons.append(f"impossible: exposed_comm_s {exposed:g} is above comm_s {communication:g}")
-    return reasons
-
-
-def mismatches(run: Run, base: Run) -> list[str]:
-    """Name the fields in which two completed runs differ and must not, as "threads 1 vs 2" (run vs base)."""
+    The field `apart`, and those below it as in "data.digest", are what the two are meant to differ in.
+    """
     mine, other = compared_fields(run), compared_fields(base)
     reasons = []
     for name in mine | other:
         value, against = mine.get(name), other.get(name)
         if value == against or (name in NONE_MATCHES and None in (value, against)):
+            continue
+        if apart is not None and f"{name}.".startswith(f"{apart}."):
             continue
         if name.startswith("strategy.") and run.strategy != base.strategy:
             continue  # options of another strategy are not a setting of this one
@@ -204,8 +118,8 @@ def _transport(run: Run, base: Run) -> list[str]:
     return [f"link.observed {mine} vs {other}"]
 
 
-def remarks(run: Run, base: Run) -> list[str]:
-    """Say what does not forbid the ratio, and has to be said beside it."""
+def remarks(run: Run, base: Run, role: str = "baseline") -> list[str]:
+    """Say what does not forbid the ratio, and has to be said beside it; `role` is what the base is called there."""
     said = []
     git = [as_dict(one.environment.get("git")) for one in (run, base)]
     if any(one.get("dirty") for one in git):
@@ -216,8 +130,10 @@ def remarks(run: Run, base: Run) -> list[str]:
         said.append("nobody checked that gradients were reduced")
     if run.world_size != 1 and run.summary and run.summary["parameters_agree"] is run.summary["gather_dtype"] is None:
         said.append("nobody checked that parameters agree")
+    if run.summary and run.summary["batch_statistics"] and run.micro_batch_size != base.micro_batch_size:
+        said.append("batch statistics over another micro-batch: not the same training")
     if others := other_hosts(run, base):
-        said.append(f"baseline ran on another host ({', '.join(others)})")
+        said.append(f"{role} ran on another host ({', '.join(others)})")
     return said
 
 
@@ -258,6 +174,15 @@ def same_point(run: Run) -> str:
     arm = [] if run.world_size == 1 else arm
     point = [run.strategy, run.world_size, run.micro_batch_size, run.accumulation_steps, run.global_batch_size, arm]
     return json.dumps([point, _hosts(run), compared_fields(run)], sort_keys=True, default=str)
+
+
+def points(runs: Iterable[Run]) -> list[tuple[Run, ...]]:
+    """Put repeats of one measurement together; a run that may stand in no ratio is a point of its own."""
+    groups: dict[str, list[Run]] = {}
+    for run in runs:
+        key = f"{run.path}" if refusals(run) else same_point(run)
+        groups.setdefault(key, []).append(run)
+    return [tuple(group) for group in groups.values()]
 
 
 def arms_with_one_transport(runs: Iterable[Run]) -> list[str]:

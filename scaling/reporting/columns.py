@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from scaling.analysis.comparable import contradictions, impossible_values
+from scaling.analysis.believable import contradictions, impossible_values
+from scaling.analysis.devices import odd_devices
 from scaling.results.reader import Run, as_dict
 
 RANK_SPREAD = 0.05  # the slowest rank is named from here on
@@ -17,13 +18,20 @@ RANK_SPREAD = 0.05  # the slowest rank is named from here on
 class Column:
     """A column of numbers, which stand right and never fold; or of words, which fold at `words` letters or later.
 
-    An `optional` one in which no run has a value is left out.
+    An `optional` one in which no run has a value is left out; so is one that no run `needs`.
     """
 
     header: str
     cell: Callable[[Run], str]
     words: int = 0
     optional: bool = False
+    needs: Callable[[Run], bool] | None = None
+
+    def shown(self, runs: Sequence[Run]) -> bool:
+        """Whether any of the runs has something to say here."""
+        if self.needs is not None:
+            return any(map(self.needs, runs))
+        return not self.optional or any(map(self.cell, runs))
 
 
 def number(value: float) -> str:
@@ -73,6 +81,18 @@ def _data_wait(run: Run) -> str:
     return "" if run.summary is None else percent(run.summary["data_wait_s"] / run.summary["window_s"])
 
 
+def _recomputes(run: Run) -> bool:
+    """Whether the hardware computes other than the model's own FLOPs, as with checkpointing."""
+    return run.summary is not None and run.summary["hfu"] not in (None, run.summary["mfu"])
+
+
+def _energy(run: Run) -> str:
+    """Give the joules of all devices per sample of the window."""
+    if run.summary is None or run.summary["energy_j"] is None:
+        return ""
+    return number(run.summary["energy_j"] / (run.summary["samples_per_s"] * run.summary["window_s"]))
+
+
 def _memory(run: Run) -> str:
     """Give the peak with whose it is: a device's, or the resident set of a process on a host."""
     memory = as_dict(run.summary["peak_memory_gib"]) if run.summary else {}
@@ -94,6 +114,7 @@ def _state(run: Run) -> str:
         said = [*run.summary["flags"], *impossible_values(run.summary), *contradictions(run.summary)]
         if (run.summary.get("rank_spread") or 0) > RANK_SPREAD:
             said.append(f"rank {run.summary.get('slowest_rank')} is slowest, by {percent(run.summary['rank_spread'])}")
+        said += odd_devices(run.summary)
     if run.error is not None:
         rank = "" if run.error.get("rank") is None else f" on rank {run.error['rank']}"
         said = [f"failed: {run.error.get('kind', 'other')}{rank}: {_line(run.error.get('message'))}"]
@@ -118,8 +139,14 @@ SPEED = (
     Column("tokens/s", _measured("tokens_per_s"), optional=True),
     Column("TFLOPS\nper device", _measured("tflops_per_device"), optional=True),
 )
-REST = (
+DEVICE = (
     Column("MFU", _measured("mfu", percent), optional=True),
+    Column("HFU", _measured("hfu", percent), needs=_recomputes),
+    Column("share of\nmatmul", _measured("matmul_share", percent), optional=True),
+    Column("energy\nJ/sample", _energy, optional=True),
+    Column("clock\nMHz", _measured("clock_mhz"), optional=True),
+)
+REST = (
     Column("peak memory\nGiB", _memory),
     Column("data\nwait", _data_wait),
     Column("syncs\n/step", _measured("syncs_per_step", str)),

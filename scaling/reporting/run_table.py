@@ -8,7 +8,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from scaling.reporting.columns import milliseconds, number
+from scaling.reporting.columns import milliseconds, number, percent
 
 # What each flag means for the number beside it.
 FLAGS = {
@@ -21,6 +21,10 @@ FLAGS = {
     "skipped_steps": "loss scaling left steps out",
     "nonfinite_loss": "the loss became infinite or NaN",
     "varying_shapes": "input shapes changed while compilation or kernel search was on",
+    "throttled": "a device slowed down for heat, for its own protection, or by an external brake",
+    "clock_changed": "a device's clock differs by more than 2 % between the halves of the window",
+    "power_limited": "a device's power limit is below its default",
+    "unreadable_samples": "some samples could not be read, and neighbours took their places (environment.json)",
     "mixed_devices": "the ranks run on different device models",
     "gradients_not_reduced": "the gradients were not averaged over ranks: this is not data-parallel training",
     "parameters_disagree": "the ranks hold different weights: this is not data-parallel training",
@@ -46,7 +50,7 @@ def print_run(summary: dict[str, Any], console: Console | None = None) -> None:
 
 
 def _rows(s: dict[str, Any]) -> list[tuple[str, str]]:
-    time, memory = s["step_time_s"], s["peak_memory_gib"]
+    time = s["step_time_s"]
     spread = "" if time["ci95"] is None else " (95 %)"
     batch = f"{s['micro_batch_size']} x {s['accumulation_steps']} x {s['world_size']}"
     warm = f"{s['warmup_steps']} warm-up steps before"
@@ -69,9 +73,8 @@ def _rows(s: dict[str, Any]) -> list[tuple[str, str]]:
         rows.append(
             ("TFLOPS/device", f"{s['tflops_per_device']:.4g} ({number(s['flops_per_step'] / 1e9)} GFLOP per step)")
         )
-    if memory["allocated"] is not None:
-        held = "" if memory["reserved"] is None else f" allocated, {memory['reserved']:.2f} reserved"
-        rows.append(("peak memory", f"{memory['allocated']:.2f} GiB{held} ({memory['kind'].replace('_', ' ')})"))
+    rows += _limits(s)
+    rows += _memory(s["peak_memory_gib"])
     rows.append(("waiting for data", f"{s['data_wait_s'] / s['window_s']:.2%} of the window"))
     if s["world_size"] > 1:
         sent = sum(s["comm_bytes_per_step"].values())
@@ -86,6 +89,30 @@ def _rows(s: dict[str, Any]) -> list[tuple[str, str]]:
         )
     rows.append(("loss", f"{_number(s['loss']['first'])} -> {_number(s['loss']['last'])}"))
     return rows
+
+
+def _limits(s: dict[str, Any]) -> list[tuple[str, str]]:
+    """How far the rate is from what the device can do, and what the device did meanwhile; only what was measured."""
+    rows = []
+    if s["mfu"] is not None:
+        recomputed = "" if s["hfu"] == s["mfu"] else f"; HFU {percent(s['hfu'])}, with recomputation"
+        rows.append(("MFU", f"{percent(s['mfu'])} of {s['peak_tflops']:.4g} TFLOPS dense{recomputed}"))
+    if s["matmul_share"] is not None:
+        largest = f"{s['matmul_tflops']:.4g} TFLOPS, the largest matrix-product rate measured on the device"
+        rows.append(("of matmul rate", f"{percent(s['matmul_share'])} of {largest}"))
+    if s["energy_j"] is not None:
+        samples = s["samples_per_s"] * s["window_s"]
+        rows.append(("energy", f"{number(s['energy_j'] / samples)} J per sample, {number(s['energy_j'])} J in all"))
+    if s["clock_mhz"] is not None:
+        rows.append(("clock", f"{s['clock_mhz']:.0f} MHz (mean over the window, slowest device)"))
+    return rows
+
+
+def _memory(memory: dict[str, Any]) -> list[tuple[str, str]]:
+    if memory["allocated"] is None:
+        return []
+    held = "" if memory["reserved"] is None else f" allocated, {memory['reserved']:.2f} reserved"
+    return [("peak memory", f"{memory['allocated']:.2f} GiB{held} ({memory['kind'].replace('_', ' ')})")]
 
 
 def _devices(s: dict[str, Any]) -> str:
