@@ -56,7 +56,7 @@ def compose(name: str, argv: list[str], launch: Launch) -> TrainConfig:
     os.environ["HYDRA_FULL_ERROR"] = "1"  # let the exceptions come out here
     composed: list[DictConfig] = []
     entry = hydra.main(version_base="1.3", config_path=str(conf_dir()), config_name=name)(composed.append)
-    given, sys.argv = sys.argv, [sys.argv[0], *line.flags, *line.overrides]  # what Hydra parses
+    given, sys.argv = sys.argv, [sys.argv[0], *line.for_hydra]  # what Hydra parses
     try:
         entry()
         if not composed:  # Hydra only printed

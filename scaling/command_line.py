@@ -15,7 +15,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
+from omegaconf.errors import ConfigAttributeError, ConfigKeyError, MissingMandatoryValue, OmegaConfBaseException
 from yaml import YAMLError
 
 from scaling.config import conf_dir
@@ -59,6 +59,15 @@ class CommandLine:
             raise ValueError(f"--config-dir={folder}: no such folder")
         words = [flag if value is None else f"{flag}={value}" for flag, value in flags.items()]
         return cls(name, words, overrides, Path(folder).resolve() if folder else None)
+
+    @property
+    def for_hydra(self) -> list[str]:
+        """The words that Hydra parses: what `model=custom` is called with, only its function knows, so it is added."""
+        return [*self.flags, *(f"++{text}" if self.is_free(text) else text for text in self.overrides)]
+
+    def is_free(self, override: str) -> bool:
+        """Whether this override sets an argument of a function of the user's, of any name."""
+        return "model=custom" in self.overrides and override.startswith(("model.args.", "model.args="))
 
     def groups(self) -> dict[str, list[str]]:
         """The options of every group of conf/ and of the user's folder."""
@@ -116,6 +125,9 @@ def _override(argument: str) -> str:
 
 def explain(line: CommandLine, error: Exception) -> str:
     """One line for a command line that Hydra refused: which override, and what would work."""
+    if isinstance(error, MissingMandatoryValue):
+        asked = "; it is package.module:function" if error.full_key == "model.target" else ""
+        return f"{error.full_key}: has no value here, and needs one: {error.full_key}=...{asked}"
     parser = OverridesParser.create()
     overrides: list[Override] = []
     for text in line.overrides:
@@ -138,6 +150,9 @@ def _explain_one(line: CommandLine, overrides: list[Override], override: Overrid
     key, text = override.key_or_group, override.input_line or ""
     if override.is_sweep_override():
         return f"{text}: several values are a sweep; {ONE_RUN}"
+    if line.is_free(text):
+        lone = key == "model.args" and not isinstance(override.value(), dict)
+        return f"{text}: model.args holds arguments; write model.args.NAME=VALUE" if lone else None
     groups = line.groups()
     if key in groups:
         option = str(override.value())

@@ -18,12 +18,14 @@ PRECISIONS = ("fp32", "tf32", "bf16", "fp16")
 
 @dataclass
 class ModelConfig:
-    """`target` is `package.module:function`; it is called with `args`, `sequence_length` and `dropout`."""
+    """`target` is `package.module:function`; it is called with `args`, `dropout`, and the sizes that are given."""
 
     name: str = MISSING
     target: str = MISSING
     args: dict[str, Any] = field(default_factory=dict)
     sequence_length: int | None = None
+    image_size: int | None = None
+    channels_last: bool | None = None
     dropout: float = 0.0
     micro_batch_size: int = 1
 
@@ -73,6 +75,13 @@ class TextConfig(DataConfig):
 
 
 @dataclass
+class ImagesConfig(DataConfig):
+    name: str = "images"
+    path: str | None = None
+    workers: int = 4
+
+
+@dataclass
 class TrackingConfig:
     name: str = MISSING
 
@@ -105,6 +114,7 @@ class MeasureConfig:
     max_steps: int | None = None
     max_seconds: float = 60.0
     target_ci: float = 0.01
+    matmul_rate: bool = True
 
 
 @dataclass
@@ -118,6 +128,7 @@ class TrainConfig:
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     measure: MeasureConfig = field(default_factory=MeasureConfig)
     compile: bool = False
+    checkpointing: bool = False
     threads: int = 1
     timeout_s: float = 300.0
     device: str = "auto"
@@ -129,7 +140,7 @@ class TrainConfig:
 # Groups whose options differ in their keys.
 OPTIONS: dict[str, dict[str, type]] = {
     "strategy": {"single": SingleConfig, "ddp": DDPConfig},
-    "data": {"synthetic": SyntheticConfig, "text": TextConfig},
+    "data": {"synthetic": SyntheticConfig, "text": TextConfig, "images": ImagesConfig},
     "tracking": {"off": TrackingConfig},
 }
 
@@ -213,8 +224,8 @@ def validate(config: TrainConfig, world_size: int) -> TrainConfig:
     _at_least("threads", config.threads, 1)
     if not 0 <= config.seed < MAX_SEED:
         raise ValueError(f"seed={config.seed}: must be in [0, 2^31)")
-    _at_least("model.sequence_length", config.model.sequence_length, 1)
-    _at_least("model.micro_batch_size", config.model.micro_batch_size, 1)
+    for name in ("sequence_length", "image_size", "micro_batch_size"):
+        _at_least(f"model.{name}", getattr(config.model, name), 1)
     if not 0 <= config.model.dropout < 1:
         raise ValueError(f"model.dropout={config.model.dropout}: must be in [0, 1)")
     _validate_groups(config, world_size)
@@ -228,6 +239,9 @@ def _validate_groups(config: TrainConfig, world_size: int) -> None:
             raise ValueError(f"{group}.name={chosen.name}: choose with {group}=OPTION; there are: {', '.join(options)}")
     if isinstance(config.data, TextConfig):
         _one_of("data.lengths", config.data.lengths, ("fixed", "mixed"))
+    if isinstance(config.data, ImagesConfig) and config.data.path is None:
+        raise ValueError("data.path: data=images needs a folder of class folders: data.path=FOLDER")
+    if isinstance(config.data, TextConfig | ImagesConfig):
         _at_least("data.workers", config.data.workers, 0)
     if isinstance(config.data, SyntheticConfig):
         _at_least("data.batches", config.data.batches, 1)

@@ -4,54 +4,29 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
 from scaling.config import TrainConfig
-from scaling.engine import Engine, make_engine
-from scaling.hardware import cores, environment, memory
+from scaling.engine.precision import Precision
+from scaling.hardware import memory
+from scaling.hardware.telemetry import Sampler, open_telemetry
+from scaling.hardware.telemetry import flags as device_flags
 from scaling.measure import agreement
 from scaling.measure.clock import Clock, make_clock
 from scaling.measure.collectives import StepCount, count_step
 from scaling.measure.loop import TrainingLoop
+from scaling.measure.matmul import cache_folder, matmul_rate
 from scaling.measure.statistics import half_width, summarise
-from scaling.measure.summary import Facts, compose, job_steps, rank_steps
+from scaling.measure.summary import Facts, Limits, compose, job_steps, rank_steps
 from scaling.measure.window import Plan, Window, run_window
-from scaling.ranks import hosts, place_on_machine
+from scaling.preparation import Job, Setup, prepare, times
 from scaling.reporting.progress import Progress
 from scaling.results import store
-from scaling.results.record import Step, Summary
-from scaling.workload import Workload, build, check_loss, is_ours, source_digest
-from scaling.workload.flops import count_flops
-from scaling.workload.loader import Place, Source, open_source
+from scaling.results.record import Memory, Summary, Telemetry
 from scaling.world import World
 
-SLOW_ON_A_HOST = 1e12  # FLOPs
-
-
-@dataclass(frozen=True)
-class Setup:
-    """What the command hands over. `run_dir` is rank 0's to write."""
-
-    config: TrainConfig
-    world: World
-    run_dir: Path
-    command: str
-    progress: Progress
-
-
-@dataclass(frozen=True)
-class Job:
-    """What is measured, ready to run."""
-
-    workload: Workload
-    source: Source
-    engine: Engine
-    loop: TrainingLoop
-    flops_per_rank: int | None  # of one step; known on rank 0
-    cores_per_rank: int | None
-    oversubscribed: bool
+SHOWN_NAMES = 5
 
 
 @dataclass(frozen=True)
@@ -63,109 +38,93 @@ class Checked:
     parameters_agree: bool | None
 
 
+@dataclass(frozen=True)
+class Timed:
+    """The warm-up and the window of this rank."""
+
+    warmup_s: list[float]
+    plan: Plan
+    window: Window
+    peak_memory: Memory
+    telemetry: Telemetry | None
+
+    @property
+    def seconds(self) -> list[float]:
+        """Of each step, warm-up first."""
+        return self.warmup_s + [seconds for block in self.window.seconds() for seconds in block]
+
+
+class Observation:
+    """Watches this rank's device while it is entered; `seen` is what its driver told."""
+
+    def __init__(self, sampler: Sampler | None) -> None:
+        self.seen: Telemetry | None = None
+        self._sampler = sampler
+
+    def __enter__(self) -> None:
+        if self._sampler is not None:
+            self._sampler.start()
+
+    def __exit__(self, *_: object) -> None:
+        if self._sampler is not None:
+            self.seen = self._sampler.stop()
+
+
 def measure(setup: Setup) -> Summary | None:
     """The whole measurement. The record is written, and returned, on rank 0. Raises Refused for a user's mistake."""
     config, world, progress = setup.config, setup.world, setup.progress
-    job = _prepare(setup)
+    job = prepare(setup)
     clock = make_clock(world.device)
-    warmup_s = _warm_up(job.loop, clock, config.measure.warmup_steps, progress)
-    plan = Plan.of(config.measure, max(world.gather(min(warmup_s[-3:], default=math.inf))))
-    job.loop.shapes.clear()
-    was_reset = memory.reset_peak(world.device)
-    total = config.batch.sizes[2]
-    window = run_window(job.loop.step, clock, plan, world, progress=lambda w: show_block(progress, w, plan, total))
-    peak = memory.largest(world.gather(memory.read_peak(world.device, was_reset)))
-
-    seconds = warmup_s + [s for block in window.seconds() for s in block]
-    noted = world.gather(rank_steps(seconds, job.loop.noted))
+    timed = _time(setup, job, clock)
+    noted = world.gather(rank_steps(timed.seconds, job.loop.noted))
     tokens = job.workload.sequence_length is not None
-    steps = job_steps(noted, len(warmup_s), plan.block_steps, tokens=tokens)
+    steps = job_steps(noted, len(timed.warmup_s), timed.plan.block_steps, tokens=tokens)
     if world.rank == 0:
         store.write_steps(setup.run_dir, steps)
     progress.update("checking what a step sends and that the ranks agree")
     checked = _check(job, config, world)
+    limits = _limits(config, world, clock, progress)
+    telemetry = world.gather(timed.telemetry)
+    unreadable = sorted(set().union(*world.gather(job.source.unreadable())))
     facts = Facts(
         run_id=setup.run_dir.name,
         data=job.source.description,
-        block_steps=plan.block_steps,
-        flops_per_step=None if job.flops_per_rank is None else job.flops_per_rank * world.size,
-        peak_memory=peak,
+        block_steps=timed.plan.block_steps,
+        flops_per_step=times(job.flops_per_rank, world.size),
+        hardware_flops_per_step=times(job.hardware_flops_per_rank, world.size),
+        limits=limits,
+        telemetry=telemetry,
+        peak_memory=memory.largest(world.gather(timed.peak_memory)),
         count=checked.count,
         gradients_reduced=checked.gradients_reduced,
         parameters_agree=checked.parameters_agree,
         threads=config.threads,
         cores_per_rank=job.cores_per_rank,
-        flags=_flags(job, config, world, window, checked),
+        flags=_flags(job, config, world, timed.window, checked)
+        + device_flags(telemetry)
+        + (["unreadable_samples"] if unreadable else []),
     )
-    return _write(setup, job, steps, facts) if world.rank == 0 else None
-
-
-def _prepare(setup: Setup) -> Job:
-    """Bind, build and wrap; every rank comes out of it at the same time."""
-    config, world = setup.config, setup.world
-    allowed = cores.available_cores()
-    index, ranks = place_on_machine(world.members, world.rank)
-    bound, crowded = cores.bind(index, ranks, config.threads, own_cores=world.device.type == "cpu")
-    setup.progress.update(f"building {config.model.name} on {world.members[0].device_name}")
-    workload, source = world.together(lambda: _build(config, world, allowed))
-    _same_data(world, source)
-    _write_environment(setup, source, allowed)
-    micro, accumulation, _ = config.batch.sizes
-    counted = count_flops(config.model, micro) if world.rank == 0 else None
-    flops = None if counted is None else counted * accumulation  # of this rank's part of a step
-    _warn(setup, flops, crowded)
-    world.barrier()  # counting costs seconds on rank 0; nobody shall wait for it inside a training step
-    torch.manual_seed(config.seed + 1 + world.rank)  # dropout draws differently on every rank
-    engine = make_engine(config, workload, world.device, world.size)
-    loop = TrainingLoop(engine, source.batches, accumulation)
-    return Job(workload, source, engine, loop, flops, bound, crowded)
-
-
-def _write(setup: Setup, job: Job, steps: list[Step], facts: Facts) -> Summary:
+    if world.rank != 0:
+        return None
+    _note_unreadable(setup, unreadable)
     timing = summarise(steps, job.workload.sequence_length)
-    summary = compose(setup.config, setup.world, job.workload, job.engine, timing=timing, facts=facts)
+    summary = compose(config, world, job.workload, job.engine, timing=timing, facts=facts)
     store.write_summary(setup.run_dir, summary)
     return summary
 
 
-def _build(config: TrainConfig, world: World, allowed_cores: list[int]) -> tuple[Workload, Source]:
-    workload = build(config.model, world.device, config.seed)
-    if not is_ours(config.model.target):
-        check_loss(workload, world.device)
-    place = Place(world.rank, world.size, world.device, allowed_cores)
-    return workload, open_source(config.data, config.batch, workload, config.seed, place)
-
-
-def _warn(setup: Setup, flops: int | None, oversubscribed: bool) -> None:
-    """Say before a long wait what will be slow or of little use."""
-    if oversubscribed:
-        setup.progress.note("! fewer cores than ranks x threads: the ranks take turns, and no efficiency is computed")
-    if setup.world.device.type == "cpu" and flops is not None and flops > SLOW_ON_A_HOST:
-        setup.progress.note(
-            f"! a step is {flops / 1e12:.1f} TFLOP per rank: far too long for a CPU; model=gpt_tiny is made for one"
-        )
-
-
-def _same_data(world: World, source: Source) -> None:
-    """Ranks that read different text would train on another global batch than the record says."""
-    facts = world.gather(source.facts)
-
-    def check() -> None:
-        if source.facts != facts[0]:
-            raise ValueError(
-                f"rank {world.rank} reads other data than rank 0 ({source.facts} and {facts[0]}); "
-                "give data.path a folder that all hosts share"
-            )
-
-    world.together(check)
-
-
-def _write_environment(setup: Setup, source: Source, allowed_cores: list[int]) -> None:
-    members = setup.world.members
-    if setup.world.rank == 0:
-        facts = environment.snapshot(setup.command, hosts(members), [m.device_name for m in members], allowed_cores)
-        own = {"data": source.facts, "model_source": source_digest(setup.config.model.target)}
-        store.write_environment(setup.run_dir, facts | own)
+def _time(setup: Setup, job: Job, clock: Clock) -> Timed:
+    """Warm up, and run the window as long as its plan says."""
+    config, world, progress = setup.config, setup.world, setup.progress
+    warmup_s = _warm_up(job.loop, clock, config.measure.warmup_steps, progress)
+    plan = Plan.of(config.measure, max(world.gather(min(warmup_s[-3:], default=math.inf))))
+    job.loop.shapes.clear()
+    was_reset = memory.reset_peak(world.device)
+    total = config.batch.sizes[2]
+    observation = Observation(open_telemetry(world.device))
+    show = lambda window: show_block(progress, window, plan, total)  # noqa: E731
+    window = run_window(job.loop.step, clock, plan, world, observer=observation, progress=show)
+    return Timed(warmup_s, plan, window, memory.read_peak(world.device, was_reset), observation.seen)
 
 
 def _warm_up(loop: TrainingLoop, clock: Clock, steps: int, progress: Progress) -> list[float]:
@@ -214,6 +173,26 @@ def _check(job: Job, config: TrainConfig, world: World) -> Checked:
     if job.engine.gather_dtype is not None:  # sharded: gathering makes them agree whatever happened
         return Checked(count, reduced, None)
     return Checked(count, reduced, not agreement.disagreeing(world.gather(agreement.fingerprint(job.engine.module))))
+
+
+def _limits(config: TrainConfig, world: World, clock: Clock, progress: Progress) -> Limits:
+    """What the devices can do at most, by their vendor and by a measurement of their own; collective."""
+    progress.update("measuring the largest matrix-product rate of the device")
+    names = {member.device_name or "" for member in world.members}
+    rate = None
+    if config.measure.matmul_rate:
+        rate = matmul_rate(Precision.of(config.precision, world.device), world.device, clock, cache_folder())
+    rates = world.gather(None if rate is None else rate.flops_per_s)
+    known = [rate for rate in rates if rate is not None]
+    return Limits.of(names, config.precision.name, min(known) if len(known) == len(rates) else None)
+
+
+def _note_unreadable(setup: Setup, names: list[str]) -> None:
+    """Samples that could not be read, in environment.json and on the terminal."""
+    if names:
+        store.extend_environment(setup.run_dir, {"unreadable_samples": names})
+        shown = ", ".join(names[:SHOWN_NAMES]) + (", ..." if len(names) > SHOWN_NAMES else "")
+        setup.progress.note(f"! {len(names)} sample(s) could not be read, and neighbours took their places: {shown}")
 
 
 def _flags(job: Job, config: TrainConfig, world: World, window: Window, checked: Checked) -> list[str]:

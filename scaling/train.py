@@ -42,7 +42,8 @@ def main(config: TrainConfig, launch: Launch) -> int:
     assert run_dir is not None
     watcher.run_dir = run_dir
     try:
-        from scaling.measurement import Setup, measure  # brings in transformers: not before it is needed
+        from scaling.measurement import measure  # brings in transformers: not before it is needed
+        from scaling.preparation import Setup
 
         if world.rank == 0:
             store.write_config(run_dir, asdict(config), command)

@@ -33,6 +33,7 @@ from scaling.measure.agreement import disagreeing, fingerprint
 from scaling.measure.collectives import count_step
 from scaling.ranks import Launch
 from scaling.workload import Batch, build
+from scaling.workload.checkpointing import checkpoint_blocks
 from scaling.workload.loader import Place, open_source
 from scaling.world import World
 
@@ -42,6 +43,28 @@ MODEL = ModelConfig(
     name="gpt_small",
     target="scaling.workload.transformer:gpt2",
     args={"layers": 2, "hidden_size": 32, "heads": 2, "vocabulary": 256},
+    sequence_length=32,
+)
+
+BERT = ModelConfig(
+    name="bert_small",
+    target="scaling.workload.bert:bert",
+    args={"layers": 2, "hidden_size": 32, "heads": 2, "mlp_size": 64, "vocabulary": 260, "positions": 32},
+    sequence_length=32,
+)
+LLAMA = ModelConfig(
+    name="llama_small",
+    target="scaling.workload.transformer:llama",
+    args={
+        "layers": 2,
+        "hidden_size": 32,
+        "heads": 4,
+        "key_value_heads": 2,
+        "mlp_size": 64,
+        "vocabulary": 256,
+        "tied_embeddings": False,
+        "rope": {"rope_type": "default", "rope_theta": 10000.0},
+    },
     sequence_length=32,
 )
 
@@ -96,7 +119,8 @@ SABOTAGED = {kind.__name__: kind for kind in (NeverReduces, AlwaysReduces, Forwa
 
 def case_config(world_size: int, micro: int, accumulation: int, lengths: str, **changes: Any) -> TrainConfig:
     config = TrainConfig(
-        model=MODEL,
+        model=changes.get("model", MODEL),
+        checkpointing=changes.get("checkpointing", False),
         strategy=SingleConfig()
         if changes.get("strategy") == "single"
         else DDPConfig(overlap=changes.get("overlap", True)),
@@ -122,6 +146,10 @@ def cases(world_size: int) -> dict[str, tuple[TrainConfig, str | None]]:
     found["deferred"] = (case_config(world_size, micro, accumulation, "mixed", overlap=False), None)
     found["clipped"] = (case_config(world_size, micro, accumulation, "mixed", clip=0.05), None)
     found["bf16-reduce"] = (case_config(world_size, micro, accumulation, "mixed", reduce="bf16"), None)
+    found["checkpointed"] = (case_config(world_size, micro, accumulation, "mixed", checkpointing=True), None)
+    for model in (BERT, LLAMA):
+        shape = (8, 1) if world_size == 1 else (micro, accumulation)
+        found[model.name] = (case_config(world_size, *shape, "mixed", model=model), None)
     if world_size == 1:
         found["single"] = (case_config(1, micro, accumulation, "mixed", strategy="single"), None)
         found["8x1-clipped"] = (case_config(1, 8, 1, "mixed", clip=0.05), None)
@@ -131,6 +159,8 @@ def cases(world_size: int) -> dict[str, tuple[TrainConfig, str | None]]:
 def train(config: TrainConfig, sabotage: str | None, world: World) -> dict[str, Any]:
     """Three steps, then what the checks of a run say of a fourth."""
     workload = build(config.model, world.device, config.seed)
+    if config.checkpointing:
+        checkpoint_blocks(workload)
     start = {name: p.detach().clone() for name, p in workload.module.named_parameters()}
     place = Place(world.rank, world.size, world.device, [])
     source = open_source(config.data, config.batch, workload, config.seed, place)

@@ -3,58 +3,32 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from dataclasses import asdict
-from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
+from ran import Ran, start
 
 from scaling.measure.statistics import summarise
 from scaling.results.record import Summary
-from scaling.results.store import read_steps
 
 pytestmark = pytest.mark.ranks
 
 COMMON = ["model=gpt_tiny", "tracking=off", "measure.warmup_steps=3", "measure.max_steps=24"]
 
 
-class Ran:
-    def __init__(self, done: subprocess.CompletedProcess[str], output_dir: Path) -> None:
-        assert done.returncode == 0, done.stderr
-        self.done = done
-        self.path = Path(done.stdout.splitlines()[-1])
-        assert self.path.parent == output_dir
-        self.summary: dict[str, Any] = json.loads((self.path / "summary.json").read_text())
-        self.steps = read_steps(self.path)
-
-
-def start(nproc: int, output_dir: Path, *overrides: str) -> Ran:
-    command = [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={nproc}", "-m", "scaling.train"]
-    if nproc == 0:
-        command = [sys.executable, "-m", "scaling.train"]
-    done = subprocess.run(
-        [*command, *COMMON, f"output_dir={output_dir}", *overrides],
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
-    return Ran(done, output_dir)
-
-
 @pytest.fixture(scope="module")
 def ddp(tmp_path_factory: pytest.TempPathFactory) -> Ran:
     batch = ["batch.micro_batch_size=2", "batch.accumulation_steps=4"]
-    return start(2, tmp_path_factory.mktemp("ddp"), "data=text", *batch)
+    return start(2, tmp_path_factory.mktemp("ddp"), *COMMON, "data=text", *batch)
 
 
 @pytest.fixture(scope="module")
 def single(tmp_path_factory: pytest.TempPathFactory) -> Ran:
     shape = ["batch.micro_batch_size=2", "model.args.layers=1", "model.sequence_length=32"]
-    return start(0, tmp_path_factory.mktemp("single"), "strategy=single", "precision=bf16", "compile=true", *shape)
+    return start(
+        0, tmp_path_factory.mktemp("single"), *COMMON, "strategy=single", "precision=bf16", "compile=true", *shape
+    )
 
 
 def test_the_run_directory_is_complete_and_nothing_else(ddp: Ran) -> None:

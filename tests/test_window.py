@@ -184,3 +184,28 @@ def test_a_decision_rests_on_blocks_before_the_one_in_flight() -> None:
     assert few.wants(5, [1.0] * 4)  # four finished, one in flight: the minimum is five finished
     assert not few.wants(6, [1.0] * 5)
     assert few.wants(6, [1.0, 1.2, 0.8, 1.1, 0.9])  # ± 20 %
+
+
+def test_an_observer_is_there_while_the_device_works_and_no_longer() -> None:
+    device, seen = FakeDevice(), []
+
+    class Observer:
+        def __enter__(self) -> None:
+            seen.append((device.busy_until <= device.host, ranks.barriers, steps))
+
+        def __exit__(self, *_: object) -> None:
+            seen.append((device.busy_until <= device.host, ranks.barriers, steps))
+
+    ranks, steps = Alone(), 0
+
+    def step() -> None:
+        nonlocal steps
+        steps += 1
+        device.enqueue(0.001, 0.1)
+
+    device.enqueue(0.001, 5.0)  # warm-up is still running
+    run_window(
+        step, device, Plan.of(MeasureConfig(max_steps=4, block_steps=2, min_blocks=2), 0.1), ranks, observer=Observer()
+    )
+    assert seen == [(True, 0, 0), (True, 1, 4)]  # entered before the ranks meet, left when all is done
+    assert device.synchronized == 2

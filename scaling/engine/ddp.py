@@ -1,6 +1,7 @@
 """Data parallel: every rank holds the whole model and the gradients are averaged once per optimizer step."""
 
 # No `from __future__ import annotations`: DDP reads the annotations of a communication hook as objects.
+import inspect
 from typing import Any, cast
 
 import torch
@@ -14,6 +15,10 @@ from scaling.workload import Batch, Workload
 
 MIB = 2**20
 TORCH_BUCKET_MB = 25.0  # DDP's default; given as a number it would lose the small first bucket that comes with it
+
+# Running statistics, which training never reads, are not sent before each forward. Since torch 2.13 under a new name.
+_NEW_NAME = "forward_sync_buffers" in inspect.signature(DistributedDataParallel.__init__).parameters
+KEEP_BUFFERS: dict[str, Any] = {"forward_sync_buffers" if _NEW_NAME else "broadcast_buffers": False}
 
 
 class _Replicas(SingleEngine):
@@ -47,6 +52,7 @@ class DDPEngine(_Replicas):
             device_ids=None if device.type == "cpu" else [device],
             bucket_cap_mb=None if bucket_mb == TORCH_BUCKET_MB else bucket_mb,
             gradient_as_bucket_view=True,
+            **KEEP_BUFFERS,
         )
         if self.reduce_dtype != torch.float32:
             self._ddp.register_comm_hook(self.reduce_dtype, _reduce_as)

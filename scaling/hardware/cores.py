@@ -23,6 +23,16 @@ def available_cores() -> list[int]:
     return first + second
 
 
+def numa_nodes(nodes: Path = Path("/sys/devices/system/node")) -> dict[int, str]:
+    """NUMA nodes that have cores, with these cores. Others (Grace names eight more) hold device memory only."""
+    found = {}
+    for folder in nodes.glob("node[0-9]*"):
+        cores = folder / "cpulist"
+        if cores.exists() and (listed := cores.read_text().strip()):
+            found[int(folder.name.removeprefix("node"))] = listed
+    return dict(sorted(found.items()))
+
+
 def cpu_quota(cgroup: Path = Path("/sys/fs/cgroup")) -> float | None:
     """CPUs that the control group grants (cgroup v2 `cpu.max`, v1 `cpu.cfs_quota_us`), None where there is no limit."""
     old = [cgroup / "cpu" / f"cpu.cfs_{name}_us" for name in ("quota", "period")]

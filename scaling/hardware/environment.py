@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from scaling.hardware.cores import numa_nodes
+
 # Variables that change how a run behaves. An allow-list: keys and tokens live in the same environment.
 ALLOWED = (
     "CUDA_VISIBLE_DEVICES",
@@ -36,6 +38,7 @@ def snapshot(command: str, hosts: list[str], devices: list[str | None], cores: l
         "hosts": hosts,
         "devices": devices,
         "cores": cores,
+        "numa_nodes": numa_nodes(),
         "platform": platform.platform(),
         "variables": allowed_variables(os.environ),
     }

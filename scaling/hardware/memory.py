@@ -25,6 +25,12 @@ def reset_peak(device: torch.device) -> bool:
     return True
 
 
+def forget_setup(device: torch.device) -> None:
+    """Give back what the allocator holds since set-up, so that `reserved` is what training needs."""
+    if device.type != "cpu":
+        torch.accelerator.empty_cache()
+
+
 def read_peak(device: torch.device, was_reset: bool) -> Memory:
     """GiB since `reset_peak`: what torch's allocator handed out and held, or a host process's resident set."""
     if device.type != "cpu":

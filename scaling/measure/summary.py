@@ -11,9 +11,11 @@ import torch
 
 from scaling.config import TrainConfig
 from scaling.engine import Engine
+from scaling.hardware import catalogue
+from scaling.hardware.telemetry import lowest_clock, total_energy
 from scaling.measure.collectives import StepCount
 from scaling.measure.loop import Noted
-from scaling.results.record import SCHEMA_VERSION, Link, Memory, Step, Summary, Timing
+from scaling.results.record import SCHEMA_VERSION, Link, Memory, Step, Summary, Telemetry, Timing
 from scaling.workload import Workload
 from scaling.world import World
 
@@ -67,6 +69,25 @@ def job_steps(ranks: Sequence[Sequence[RankStep]], warmup_steps: int, block_step
 
 
 @dataclass(frozen=True)
+class Limits:
+    """What one device can do at most, in FLOP/s: its vendor's dense peak at the precision that ran, and whose number
+    it is; and the largest matrix-product rate measured on the device, the least over ranks.
+    """
+
+    peak: float | None
+    peak_source: str | None
+    matmul: float | None
+
+    @classmethod
+    def of(cls, names: set[str], precision: str, matmul: float | None) -> Limits:
+        """The peak of these devices, if they are of one model that the catalogue knows."""
+        name = next(iter(names))
+        peak = catalogue.dense_peak(name, precision) if len(names) == 1 else None
+        entry = catalogue.look_up(name) if peak is not None else None
+        return cls(peak, None if entry is None else entry.source[0], matmul)
+
+
+@dataclass(frozen=True)
 class Facts:
     """What was learnt besides the steps, already brought together over ranks."""
 
@@ -74,6 +95,9 @@ class Facts:
     data: str
     block_steps: int
     flops_per_step: int | None
+    hardware_flops_per_step: int | None
+    limits: Limits
+    telemetry: list[Telemetry | None]
     peak_memory: Memory
     count: StepCount
     gradients_reduced: bool | None
@@ -88,7 +112,11 @@ def compose(
 ) -> Summary:
     """`summary.json` of a training run; what this version cannot measure is None."""
     micro, accumulation, total = config.batch.sizes
-    flops = facts.flops_per_step
+    limits = facts.limits
+    model_rate, hardware_rate = (
+        None if flops is None else flops / timing.step_time_s.mean / world.size
+        for flops in (facts.flops_per_step, facts.hardware_flops_per_step)
+    )
     return Summary(
         **{name: value for name, value in vars(timing).items() if name != "flags"},
         schema_version=SCHEMA_VERSION,
@@ -102,7 +130,7 @@ def compose(
         reduce_dtype=dtype_name(engine.reduce_dtype),
         optimizer=config.optimizer.name,
         compile=config.compile,
-        checkpointing=False,
+        checkpointing=config.checkpointing,
         data=facts.data,
         device_name=str(world.members[0].device_name),
         threads=facts.threads,
@@ -114,12 +142,17 @@ def compose(
         global_batch_size=total,
         sequence_length=workload.sequence_length,
         parameters=workload.parameters,
-        flops_per_step=flops,
+        flops_per_step=facts.flops_per_step,
+        hardware_flops_per_step=facts.hardware_flops_per_step,
         block_steps=facts.block_steps,
         samples_per_s_per_device=timing.samples_per_s / world.size,
-        tflops_per_device=None if flops is None else flops / timing.step_time_s.mean / world.size / 1e12,
-        mfu=None,
-        hfu=None,
+        tflops_per_device=_over(model_rate, 1e12),
+        mfu=_over(model_rate, limits.peak),
+        hfu=_over(hardware_rate, limits.peak),
+        peak_tflops=_over(limits.peak, 1e12),
+        peak_source=limits.peak_source,
+        matmul_tflops=_over(limits.matmul, 1e12),
+        matmul_share=_over(model_rate, limits.matmul),
         peak_memory_gib=facts.peak_memory,
         host_syncs_per_step=None if config.compile else facts.count.host_syncs,  # counting runs the model uncompiled
         syncs_per_step=facts.count.syncs,
@@ -133,10 +166,17 @@ def compose(
         link=Link("auto", None, None),
         gradients_reduced=facts.gradients_reduced,
         parameters_agree=facts.parameters_agree,
-        energy_j=None,
-        clock_mhz=None,
+        energy_j=total_energy(facts.telemetry),
+        clock_mhz=lowest_clock(facts.telemetry),
+        telemetry=facts.telemetry if any(facts.telemetry) else None,
+        channels_last=workload.channels_last,
+        batch_statistics=workload.batch_statistics,
         flags=timing.flags + facts.flags,
     )
+
+
+def _over(value: float | None, by: float | None) -> float | None:
+    return None if value is None or by is None else value / by
 
 
 def dtype_name(dtype: torch.dtype | None) -> str | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import itertools
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -94,17 +94,18 @@ def run_window(
     ranks: Ranks,
     *,
     name: str = "window",
+    observer: AbstractContextManager[object] | None = None,
     progress: Callable[[Window], None] = lambda window: None,
 ) -> Window:
     """Run blocks of `step` until the plan has enough; rank 0 decides from finished blocks, one block ahead.
 
     The host waits for the device twice: before the first block and after the last. Between blocks it waits for
     the end of the block before the one in flight, so that the device never runs dry while it decides. Each window of
-    one world has a `name` of its own, under which rank 0 publishes.
+    one world has a `name` of its own, under which rank 0 publishes. `observer` is entered and left while the device
+    has nothing to do, as close to the first and the last step as can be.
     """
     window = Window(clock, plan.block_steps)
-    with _no_garbage_collection():
-        clock.synchronize()
+    with _no_garbage_collection(), _idle_at_both_ends(clock, observer or nullcontext()):
         ranks.barrier()
         start = clock.mark()
         while True:
@@ -122,8 +123,15 @@ def run_window(
             else:
                 ranks.barrier()  # what rank 0 did in the gap is no other rank's step time
                 start = clock.mark()
-        clock.synchronize()
     return window
+
+
+@contextmanager
+def _idle_at_both_ends(clock: Clock, observer: AbstractContextManager[object]) -> Iterator[None]:
+    clock.synchronize()
+    with observer:
+        yield
+        clock.synchronize()
 
 
 def _another(window: Window, plan: Plan, ranks: Ranks, name: str) -> bool:

@@ -160,10 +160,10 @@ class Summary:
     rank_spread: float | None = None
     block_steps: int | None = None
     hardware_flops_per_step: int | None = None  # with what checkpointing recomputes
-    peak_tflops: float | None = None  # of one device, dense, at this precision, by its vendor: what mfu and hfu divide by
+    peak_tflops: float | None = None  # of one device, dense, by its vendor: what mfu and hfu divide by
     peak_source: str | None = None
     matmul_tflops: float | None = None  # largest matrix-product rate measured on the device itself, least over ranks
     matmul_share: float | None = None  # tflops_per_device / matmul_tflops
     telemetry: list[Telemetry | None] | None = None  # per rank; None without a driver that tells
     channels_last: bool | None = None  # of images; None for models without
-    batch_statistics: bool | None = None  # true: normalises over a rank's micro-batch, so that its size changes training
+    batch_statistics: bool | None = None  # true: normalises over a micro-batch, whose size then changes training

@@ -8,7 +8,7 @@ import importlib
 import inspect
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -39,8 +39,11 @@ class Workload:
 
     `loss(module, tensors)` gives (sum of the loss terms, their count), with the sample as the first dimension of every
     tensor; `synthetic(n, generator)` gives the tensors of n samples on the generator's device, with the same count each
-    time; `block_types` are the layers to shard or checkpoint one by one. `vocabulary` and `sequence_length` are None
-    where the samples are not sequences of tokens. Text comes as int64 `inputs` and `targets`, [samples, positions].
+    time; `block_types` are the layers to shard or checkpoint one by one. What follows says which data fit.
+
+    Sequences of tokens have a `sequence_length` and a `vocabulary`, and come as int64 `inputs` and `targets`, [samples,
+    positions]; with a `mask_token` the targets are the tokens that it hides, without one the next tokens. Images have
+    an `image_size` and a number of `classes`, and come as uint8 `images`, [samples, 3, size, size], and int64 `labels`.
     """
 
     module: nn.Module
@@ -49,6 +52,16 @@ class Workload:
     block_types: tuple[type[nn.Module], ...]
     sequence_length: int | None = None
     vocabulary: int | None = None
+    mask_token: int | None = None
+    image_size: int | None = None
+    classes: int | None = None
+    channels_last: bool | None = None  # how images lie in memory; `layout.lay_out` decides
+    ours: bool = False  # this package's, whose tests hold it to the contract; `build` decides
+
+    @property
+    def batch_statistics(self) -> bool:
+        """Whether training depends on how samples are grouped into micro-batches: batch normalisation does that."""
+        return any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in self.module.modules())
 
     @property
     def parameters(self) -> int:
@@ -59,9 +72,9 @@ class Workload:
 def build(model: ModelConfig, device: torch.device | str, seed: int) -> Workload:
     """The workload with weights drawn from `seed` on `device`, the same on every rank. Raises ValueError."""
     function = _resolve(model.target)
+    sizes = {"sequence_length": model.sequence_length, "image_size": model.image_size}
     arguments = dict(model.args) | {"dropout": model.dropout}
-    if model.sequence_length is not None:
-        arguments["sequence_length"] = model.sequence_length
+    arguments |= {name: size for name, size in sizes.items() if size is not None}
     try:
         with contextlib.suppress(ValueError):  # a builtin may have no signature
             inspect.signature(function).bind(**arguments)
@@ -77,7 +90,14 @@ def build(model: ModelConfig, device: torch.device | str, seed: int) -> Workload
     for name, parameter in workload.module.named_parameters():
         if parameter.requires_grad and parameter.dtype != torch.float32:
             raise ValueError(f"model.target={model.target}: `{name}` is {parameter.dtype}; master weights are float32")
-    return workload
+    return replace(workload, ours=is_ours(model.target))
+
+
+def check_sizes(**sizes: object) -> None:
+    """Raise ValueError unless each of these `model.args` is a whole number from 1 on."""
+    for name, size in sizes.items():
+        if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+            raise ValueError(f"model.args.{name}={size}: must be a whole number from 1 on")
 
 
 def check_loss(workload: Workload, device: torch.device) -> None:

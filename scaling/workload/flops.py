@@ -1,4 +1,4 @@
-"""Model FLOPs, counted and not assumed."""
+"""FLOPs of the model and of the hardware, counted and not assumed."""
 
 from __future__ import annotations
 
@@ -7,15 +7,19 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from scaling.config import ModelConfig
 from scaling.workload import build
+from scaling.workload.checkpointing import checkpoint_blocks
 
 
-def count_flops(model: ModelConfig, samples: int) -> int | None:
-    """FLOPs of forward and backward of so many samples, without recomputation, 2 per multiply-add; on the meta device.
+def count_flops(model: ModelConfig, samples: int, *, checkpointing: bool = False) -> int | None:
+    """FLOPs of forward and backward of so many samples, 2 per multiply-add, counted on the meta device.
 
-    None for a model that does not run there, or whose operators the counter does not know: a user's own may not.
+    With `checkpointing` what the device really does, recomputation included. None for a model that does not run there,
+    or whose operators the counter does not know: a user's own may not.
     """
     try:
         workload = build(model, "meta", seed=0)
+        if checkpointing:
+            checkpoint_blocks(workload)
         made = workload.synthetic(samples, torch.Generator(device="cpu"))
         tensors = {name: tensor.to("meta") for name, tensor in made.items()}
         with FlopCounterMode(display=False) as counter:

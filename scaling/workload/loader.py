@@ -5,16 +5,20 @@ from __future__ import annotations
 import functools
 import itertools
 import os
-from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol, cast
 
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset
 
-from scaling.config import BatchConfig, DataConfig, SyntheticConfig, TextConfig
+from scaling.config import BatchConfig, DataConfig, ImagesConfig, SyntheticConfig, TextConfig
 from scaling.workload import Batch, Tensors, Workload
-from scaling.workload.order import Order, micro_batch
+from scaling.workload.copies import on_device
+from scaling.workload.images import UNREADABLE, Images, find_images
+from scaling.workload.layout import arrange
+from scaling.workload.order import Indices, Order, micro_batch
 from scaling.workload.text import BYTES, Text, read_text, text_path
 
 
@@ -32,18 +36,33 @@ class Place:
 class Source:
     """The data of a run: `batches` yields this rank's micro-batches for ever, accumulation after accumulation.
 
-    `description` is the record's `data`; `facts` identify the content and are the same on every rank.
+    `description` is the record's `data`; `facts` identify the content and are the same on every rank. `notes` are for
+    the user; `unreadable()` names the samples that this rank could not read so far, and replaced.
     """
 
     batches: Iterator[Batch]
     description: str
     facts: dict[str, Any]
+    notes: list[str] = field(default_factory=list)
+    unreadable: Callable[[], list[str]] = list
+
+
+class Samples(Protocol):
+    """A map from sample indices to tensors, and the loss terms of each sample, known from its index alone."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, indices: Indices) -> Tensors: ...
+
+    def targets(self, indices: Indices) -> Indices: ...
 
 
 def open_source(data: DataConfig, batch: BatchConfig, workload: Workload, seed: int, place: Place) -> Source:
     """The micro-batches of this rank. Raises ValueError for data that is missing, empty or does not fit the model."""
     if isinstance(data, SyntheticConfig):
         return _synthetic(data, batch, workload, seed, place)
+    if isinstance(data, ImagesConfig):
+        return _images(data, batch, workload, seed, place)
     assert isinstance(data, TextConfig)
     return _text(data, batch, workload, seed, place)
 
@@ -51,14 +70,14 @@ def open_source(data: DataConfig, batch: BatchConfig, workload: Workload, seed: 
 def _synthetic(data: SyntheticConfig, batch: BatchConfig, workload: Workload, seed: int, place: Place) -> Source:
     micro, accumulation, _ = batch.sizes
     generator = torch.Generator(device=place.device).manual_seed(seed * place.world_size + place.rank)
-    made = [workload.synthetic(micro, generator) for _ in range(data.batches)]
+    made = [arrange(workload.synthetic(micro, generator), workload) for _ in range(data.batches)]
     targets = _targets(workload, made, micro)
     step_targets = targets * accumulation * place.world_size
     rotation = itertools.cycle([Batch(tensors, micro, targets, step_targets) for tensors in made])
     return Source(rotation, "synthetic", {"batches": data.batches})
 
 
-def _targets(workload: Workload, made: list[Tensors], samples: int) -> int:
+def _targets(workload: Workload, made: Sequence[Tensors], samples: int) -> int:
     """Loss terms of each of these batches. Raises ValueError unless they are alike, and of as many samples as asked."""
     for name, tensor in ((name, tensor) for tensors in made for name, tensor in tensors.items()):
         if tensor.dim() < 1 or tensor.shape[0] != samples:
@@ -66,8 +85,9 @@ def _targets(workload: Workload, made: list[Tensors], samples: int) -> int:
                 f"synthetic({samples}, ...) gave `{name}` of shape {tuple(tensor.shape)}: the first is samples"
             )
     workload.module.eval()  # this forward is no training: batch statistics stay as they are
+    looked_at = made[:1] if workload.ours else made  # a forward takes seconds for large models on a host
     with torch.no_grad():
-        counts = [int(workload.loss(workload.module, tensors)[1]) for tensors in made]
+        counts = [int(workload.loss(workload.module, tensors)[1]) for tensors in looked_at]
     workload.module.train()
     if counts[0] < 1 or len(set(counts)) > 1:
         raise ValueError(
@@ -82,38 +102,66 @@ def _text(data: TextConfig, batch: BatchConfig, workload: Workload, seed: int, p
             f"data=text gives {BYTES} different tokens, but the model takes {workload.vocabulary or 'none'}"
         )
     content = read_text(text_path(data.path))
-    text = Text(content, workload.sequence_length, data.lengths == "mixed", seed)
-    _, accumulation, total = batch.sizes
-    order = Order(len(text), total, seed)
-    facts = {
-        "digest": text.digest,
-        "bytes": len(content),
-        "samples": len(text),
-        "samples_dropped_per_epoch": order.dropped_per_epoch,
-    }
-    return Source(_text_batches(text, order, accumulation, data.workers, place), f"text-{data.lengths}", facts)
+    text = Text(content, workload.sequence_length, data.lengths == "mixed", seed, workload.mask_token)
+    order = Order(len(text), batch.sizes[2], seed)
+    facts = {"digest": text.digest, "bytes": len(content), **_counts(order)}
+    batches = _batches(text, order, batch.sizes[1], data.workers, place, unreadable=set())
+    return Source(batches, f"text-{data.lengths}", facts)
 
 
-def _text_batches(text: Text, order: Order, accumulation: int, workers: int, place: Place) -> Iterator[Batch]:
+def _images(data: ImagesConfig, batch: BatchConfig, workload: Workload, seed: int, place: Place) -> Source:
+    if workload.image_size is None or workload.classes is None:
+        raise ValueError("data=images gives images, but the model takes none; resnet50 and resnet_tiny do")
+    assert data.path is not None
+    folder = find_images(Path(data.path).expanduser())
+    if len(folder.classes) > workload.classes:
+        raise ValueError(
+            f"data.path={data.path}: {len(folder.classes)} classes, but the model tells {workload.classes} apart; "
+            f"give it as many: model.args.classes={len(folder.classes)}"
+        )
+    images = Images(folder, workload.image_size, bool(workload.channels_last), seed)
+    order = Order(len(images), batch.sizes[2], seed)
+    images[order.step(0)[:1]]  # a folder in which nothing can be decoded is refused here and now
+    facts = {"digest": folder.digest, "classes": len(folder.classes), **_counts(order)}
+    unreadable: set[int] = set()
+    batches = _batches(images, order, batch.sizes[1], data.workers, place, unreadable=unreadable)
+    names = lambda: [images.name(index) for index in sorted(unreadable)]  # noqa: E731
+    return Source(batches, "images", facts, folder.notes(), names)
+
+
+def _counts(order: Order) -> dict[str, int]:
+    return {"samples": order.samples, "samples_dropped_per_epoch": order.dropped_per_epoch}
+
+
+def _batches(
+    samples: Samples, order: Order, accumulation: int, workers: int, place: Place, *, unreadable: set[int]
+) -> Iterator[Batch]:
     mine = functools.partial(micro_batch, rank=place.rank, world_size=place.world_size, accumulation_steps=accumulation)
     plan = (mine(order.step(step), micro_step=m) for step in itertools.count() for m in range(accumulation))
     # A sampler that hands out index lists as single "indices", so that a worker gathers a micro-batch at once.
     loader = DataLoader(
-        text,
+        cast("Dataset[Tensors]", samples),
         batch_size=None,
         sampler=plan,
         num_workers=workers,
         pin_memory=place.device.type != "cpu",
         worker_init_fn=functools.partial(_spread_out, cores=place.cores),
     )
-    tensors = iter(loader)
+    tensors = on_device(_without_notes(loader, unreadable), place.device)
     for step in itertools.count():
         indices = order.step(step)
-        step_targets = int(text.targets(indices).sum())
+        step_targets = int(samples.targets(indices).sum())
         for micro_step in range(accumulation):
-            samples = mine(indices, micro_step=micro_step)
-            moved = {name: tensor.to(place.device, non_blocking=True) for name, tensor in next(tensors).items()}
-            yield Batch(moved, len(samples), int(text.targets(samples).sum()), step_targets)
+            mine_now = mine(indices, micro_step=micro_step)
+            yield Batch(next(tensors), len(mine_now), int(samples.targets(mine_now).sum()), step_targets)
+
+
+def _without_notes(loader: Iterable[Tensors], unreadable: set[int]) -> Iterator[Tensors]:
+    """What the model takes, in host memory; indices that could not be read go into `unreadable`."""
+    for tensors in loader:
+        if UNREADABLE in tensors:
+            unreadable.update(tensors[UNREADABLE].tolist())
+        yield {name: tensor for name, tensor in tensors.items() if name != UNREADABLE}
 
 
 def _spread_out(worker: int, cores: list[int]) -> None:

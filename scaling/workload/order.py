@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -9,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 Indices = NDArray[np.int64]
+Words = NDArray[np.uint64]
 
 
 @dataclass(frozen=True)
@@ -55,13 +57,24 @@ def micro_batch(indices: Indices, *, rank: int, world_size: int, micro_step: int
 
 
 def mixed_lengths(indices: Indices, *, longest: int, seed: int) -> Indices:
-    """A length in [1, longest] for each sample index, uniform, from (seed, index) and nothing else.
+    """A length in [1, longest] for each sample index, uniform, from (seed, index) and nothing else."""
+    return (splitmix64(key(indices, seed, b"length")) % np.uint64(longest)).astype(np.int64) + 1
 
-    The mixing is splitmix64 (Steele, Lea, Flood: Fast splittable pseudorandom number generators, 2014).
+
+def key(indices: Indices, seed: int, purpose: bytes) -> Words:
+    """A starting point for each (seed, index) and purpose, so that lengths, masks and crops do not go together."""
+    with np.errstate(over="ignore"):
+        start = splitmix64(np.array([seed + zlib.crc32(purpose) * 2**32], dtype=np.uint64))
+        return splitmix64(indices.astype(np.uint64) + start)
+
+
+def splitmix64(words: Words) -> Words:
+    """Mix 64-bit words: neighbours come out unrelated.
+
+    Steele, Lea, Flood: Fast splittable pseudorandom number generators, 2014.
     """
     with np.errstate(over="ignore"):
-        z = indices.astype(np.uint64) + np.uint64((seed * 0x9E3779B97F4A7C15 + 0x9E3779B97F4A7C15) % 2**64)
+        z = words + np.uint64(0x9E3779B97F4A7C15)
         z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
         z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-        z = z ^ (z >> np.uint64(31))
-    return (z % np.uint64(longest)).astype(np.int64) + 1
+        return z ^ (z >> np.uint64(31))

@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch.utils.data import Dataset
 
-from scaling.workload import IGNORED, Tensors
+from scaling.workload import IGNORED, Tensors, masking
 from scaling.workload.order import Indices, mixed_lengths
 
 BYTES = 256  # the vocabulary of a text of bytes
@@ -26,32 +26,50 @@ LOOKED_AT = 8192  # a NUL byte among the first ones marks a file that is no text
 class Text(Dataset[dict[str, torch.Tensor]]):
     """Sample i holds `sequence_length` bytes from i x sequence_length on, and as targets the bytes one further.
 
-    With `mixed` only the first positions, a length drawn from (seed, i), are loss terms; the rest is padding.
+    With `mixed` only the first positions, a length drawn from (seed, i), are loss terms; the rest is padding. With a
+    `mask_token` the targets are the bytes that it hides in the sample, drawn from (seed, i) too.
     """
 
     content: NDArray[np.uint8]
     sequence_length: int
     mixed: bool = False
     seed: int = 0
+    mask_token: int | None = None
 
     def __len__(self) -> int:
         return max(0, (len(self.content) - 1) // self.sequence_length)
 
-    def targets(self, indices: Indices) -> Indices:
-        """Loss terms of each sample, known from its index."""
+    def lengths(self, indices: Indices) -> Indices:
+        """Positions of each sample that are no padding."""
         if self.mixed:
             return mixed_lengths(indices, longest=self.sequence_length, seed=self.seed)
         return np.full(len(indices), self.sequence_length, dtype=np.int64)
 
+    def targets(self, indices: Indices) -> Indices:
+        """Loss terms of each sample, known from its index."""
+        lengths = self.lengths(indices)
+        return lengths if self.mask_token is None else masking.counts(lengths)
+
     def tensors(self, indices: Indices) -> dict[str, torch.Tensor]:
-        """`inputs` and `targets` of these samples, [samples, sequence_length] of int64."""
+        """`inputs` and `targets` of these samples, [samples, sequence_length] of int64.
+
+        Hidden bytes of mixed lengths come with `attended`, True on the positions that are no padding.
+        """
         offsets = indices[:, None] * self.sequence_length + np.arange(self.sequence_length + 1)
         tokens = self.content[offsets].astype(np.int64)
         inputs, targets = tokens[:, :-1].copy(), tokens[:, 1:].copy()
-        if self.mixed:
-            padding = np.arange(self.sequence_length) >= self.targets(indices)[:, None]
-            inputs[padding], targets[padding] = 0, IGNORED
-        return {"inputs": torch.from_numpy(inputs), "targets": torch.from_numpy(targets)}
+        lengths = self.lengths(indices)
+        attended = np.arange(self.sequence_length) < lengths[:, None]
+        if self.mask_token is not None:
+            seen, hidden = masking.hide(
+                inputs, indices, lengths, mask_token=self.mask_token, vocabulary=BYTES, seed=self.seed
+            )
+            inputs, targets = seen, np.where(hidden, inputs, IGNORED)
+        inputs[~attended], targets[~attended] = 0, IGNORED
+        tensors = {"inputs": torch.from_numpy(inputs), "targets": torch.from_numpy(targets)}
+        if self.mixed and self.mask_token is not None:  # a causal model does not see what follows its last target
+            tensors["attended"] = torch.from_numpy(attended)
+        return tensors
 
     def __getitem__(self, indices: Indices) -> Tensors:  # type: ignore[override]
         """One micro-batch: the loader's sampler hands out whole index lists."""

@@ -1,0 +1,192 @@
+"""A folder of class folders as image-classification samples, decoded by Pillow in loader workers."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import os
+import warnings
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch.utils.data import Dataset
+
+from scaling.workload import Tensors
+from scaling.workload.order import Indices
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".webp", ".tif", ".tiff", ".gif", ".ppm", ".pgm")
+AREA = (0.08, 1.0)  # of a crop, as a share of the image: Szegedy et al., "Going Deeper with Convolutions", 2015
+RATIO = (3 / 4, 4 / 3)  # width over height
+TRIES = 10  # to draw a crop that lies inside the image
+UNREADABLE = "unreadable"  # the key of a micro-batch under which indices of broken images travel
+NEIGHBOURS = 100  # images tried in the place of one that cannot be read
+
+
+@dataclass(frozen=True)
+class Folder:
+    """What lies below a folder of class folders. The paths are bytes relative to `root`, in order, one array of all.
+
+    (Forked workers would copy a list of a million strings by counting references to them.)
+    """
+
+    root: Path
+    paths: NDArray[np.bytes_]
+    labels: Indices
+    classes: tuple[str, ...]
+    empty: tuple[str, ...]  # classes without an image
+    others: tuple[str, ...]  # files that are no images
+
+    @cached_property
+    def digest(self) -> str:
+        """Names the files and their classes, so that ranks on different hosts can tell that they read the same."""
+        return hashlib.sha256(self.paths.tobytes() + self.labels.tobytes()).hexdigest()[:16]
+
+    def notes(self) -> list[str]:
+        """What a user would want to know before a long run."""
+        said = []
+        if self.empty:
+            said.append(f"{_some(self.empty, 'class', 'classes')} without an image: {_names(self.empty)}")
+        if self.others:
+            said.append(f"{_some(self.others, 'file', 'files')} skipped, no images by name: {_names(self.others)}")
+        if len(self.classes) - len(self.empty) == 1:
+            said.append("all images are of one class: the speed is real, the loss says nothing")
+        return [f"data.path={self.root}: {text}" for text in said]
+
+
+def _some(names: tuple[str, ...], one: str, many: str) -> str:
+    return f"{len(names)} {one if len(names) == 1 else many}"
+
+
+def _names(names: tuple[str, ...], most: int = 5) -> str:
+    return ", ".join(names[:most]) + (", ..." if len(names) > most else "")
+
+
+def find_images(root: Path) -> Folder:
+    """Every image below the class folders of `root`, sorted by path. Raises ValueError in one line."""
+    if not root.is_dir():
+        raise ValueError(f"data.path={root}: {'is a file' if root.exists() else 'no such folder'}")
+    classes = sorted(entry.name for entry in os.scandir(root) if entry.is_dir() and not entry.name.startswith("."))
+    if not classes:
+        raise ValueError(f"data.path={root}: holds no folders; images lie in one folder per class")
+    paths: list[bytes] = []
+    labels: list[int] = []
+    empty: list[str] = []
+    others: list[str] = []
+    for label, name in enumerate(classes):
+        found = _files(root / name)
+        images = [file for file in found if file.lower().endswith(SUFFIXES)]
+        others += [f"{name}/{file}" for file in found if not file.lower().endswith(SUFFIXES)]
+        paths += [os.fsencode(f"{name}/{file}") for file in images]
+        labels += [label] * len(images)
+        if not images:
+            empty.append(name)
+    if not paths:
+        raise ValueError(f"data.path={root}: no image in its {len(classes)} folders ({', '.join(SUFFIXES)})")
+    return Folder(root, np.array(paths), np.array(labels), tuple(classes), tuple(empty), tuple(others))
+
+
+def _files(folder: Path) -> list[str]:
+    """Files below the folder, relative to it, sorted; hidden ones are left out."""
+    found = []
+    try:
+        for place, folders, names in os.walk(folder, onerror=_unreadable):
+            folders[:] = sorted(name for name in folders if not name.startswith("."))
+            below = os.path.relpath(place, folder)
+            found += [os.path.normpath(Path(below, name)) for name in names if not name.startswith(".")]
+    except OSError as error:
+        raise ValueError(f"data.path: cannot read {error.filename} ({error.strerror})") from error
+    return sorted(found)
+
+
+def _unreadable(error: OSError) -> None:
+    raise error
+
+
+@dataclass(frozen=True)
+class Images(Dataset[dict[str, torch.Tensor]]):
+    """Sample i is image i, cropped and mirrored by (seed, i), resized to `size`: uint8, [3, size, size].
+
+    An image that cannot be decoded is replaced by the next one that can; a micro-batch names the indices
+    of such images under UNREADABLE.
+    """
+
+    folder: Folder
+    size: int
+    channels_last: bool = False
+    seed: int = 0
+    _broken: set[int] = field(default_factory=set)  # known to this process
+
+    def __len__(self) -> int:
+        return len(self.folder.paths)
+
+    def targets(self, indices: Indices) -> Indices:
+        """Loss terms of each sample: one."""
+        return np.ones(len(indices), dtype=np.int64)
+
+    def __getitem__(self, indices: Indices) -> Tensors:  # type: ignore[override]
+        """One micro-batch: the loader's sampler hands out whole index lists."""
+        read = [self._read(int(index)) for index in indices]
+        pixels = torch.from_numpy(np.stack([image for image, _, _ in read])).permute(0, 3, 1, 2)  # channels last
+        labels = torch.tensor([label for _, label, _ in read])
+        unreadable = torch.tensor([index for _, _, broken in read for index in broken], dtype=torch.int64)
+        images = pixels if self.channels_last else pixels.contiguous()
+        return {"images": images, "labels": labels, UNREADABLE: unreadable}
+
+    def _read(self, index: int) -> tuple[NDArray[np.uint8], int, list[int]]:
+        """(pixels, label, indices that could not be read before this one could)."""
+        broken: list[int] = []
+        for candidate in range(index, index + min(len(self), NEIGHBOURS)):
+            place = candidate % len(self)
+            if place not in self._broken:
+                try:
+                    return self._decode(place, index), int(self.folder.labels[place]), broken
+                except (OSError, ValueError, SyntaxError, EOFError, MemoryError, _bomb()):  # what Pillow raises
+                    self._broken.add(place)
+            broken.append(place)
+        raise ValueError(
+            f"data.path={self.folder.root}: {len(broken)} images in a row cannot be decoded, from {self.name(index)} on"
+        )
+
+    def name(self, index: int) -> str:
+        """The path of an image below the folder."""
+        return os.fsdecode(bytes(self.folder.paths[index]))
+
+    def _decode(self, place: int, index: int) -> NDArray[np.uint8]:
+        """Pixels [size, size, 3] of one image, cropped as sample `index` is."""
+        from PIL import Image
+
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # about metadata and sizes: thousands of lines for ImageNet
+            with Image.open(self.folder.root / self.name(place)) as image:
+                colour = image.convert("RGB")
+        draw = np.random.default_rng([self.seed, index])
+        box = crop(colour.width, colour.height, draw)
+        small = colour.resize((self.size, self.size), Image.Resampling.BILINEAR, box=box)
+        mirrored: Image.Image = small.transpose(Image.Transpose.FLIP_LEFT_RIGHT) if draw.random() < 0.5 else small
+        return np.asarray(mirrored)
+
+
+def _bomb() -> Any:
+    from PIL.Image import DecompressionBombError
+
+    return DecompressionBombError
+
+
+def crop(width: int, height: int, draw: np.random.Generator) -> tuple[int, int, int, int]:
+    """A random box (left, upper, right, lower) inside the image; all of it where none of a few fits."""
+    for _ in range(TRIES):
+        area = width * height * draw.uniform(*AREA)
+        ratio = math.exp(draw.uniform(math.log(RATIO[0]), math.log(RATIO[1])))
+        across, down = round(math.sqrt(area * ratio)), round(math.sqrt(area / ratio))
+        if 0 < across <= width and 0 < down <= height:
+            left, upper = int(draw.integers(width - across + 1)), int(draw.integers(height - down + 1))
+            return left, upper, left + across, upper + down
+    return 0, 0, width, height

@@ -1,0 +1,103 @@
+"""TFLOPS, MFU, HFU and the share of the measured rate, by hand; trap C20."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from models import model
+
+from scaling.config import BatchConfig, SingleConfig, TrainConfig
+from scaling.measure.collectives import StepCount
+from scaling.measure.statistics import summarise
+from scaling.measure.summary import Facts, Limits, compose
+from scaling.results.record import Memory, Step, Summary, Telemetry
+from scaling.workload import build
+
+H100 = "NVIDIA H100 80GB HBM3"
+
+
+def telemetry(energy_j: float | None, sm_clock_mhz: float | None, device: str = "GPU-a") -> Telemetry:
+    return Telemetry(device, 4, energy_j, sm_clock_mhz, None, None, None, None, None, None, None, None)
+
+
+def composed(limits: Limits, watched: list[Telemetry | None], **changes: Any) -> Summary:
+    """Two devices, four steps of half a second, a PFLOP (1e15) per step of the whole job."""
+    config = TrainConfig(model=model("resnet_tiny"), strategy=SingleConfig(), batch=BatchConfig(1, 1, 2))
+    config.precision.name, config.tracking.name, config.data.name = "bf16", "off", "synthetic"
+    steps = [
+        Step(i, False, i // 2, [0.5, 0.5], [0.0, 0.0], samples=2, target_tokens=None, loss=1.0, skipped=False)
+        for i in range(4)
+    ]
+    facts = Facts(
+        run_id="run",
+        data="synthetic",
+        block_steps=2,
+        flops_per_step=10**15,
+        hardware_flops_per_step=10**15,
+        limits=limits,
+        telemetry=watched,
+        peak_memory=Memory(1.0, 2.0, "device"),
+        count=StepCount(2, [[], []]),
+        gradients_reduced=None,
+        parameters_agree=None,
+        threads=1,
+        cores_per_rank=None,
+        flags=[],
+    )
+    world: Any = type("W", (), {"size": 2, "members": [type("M", (), {"device_name": H100})], "launch": None})
+    world.launch = type("L", (), {"nodes": 1})
+    workload = build(config.model, "meta", 0)
+    engine: Any = type(
+        "E", (), {"module": workload.module, "gather_dtype": None, "reduce_dtype": torch.float32, "skipped": 0}
+    )
+    return compose(config, world, workload, engine, timing=summarise(steps, None), facts=replace(facts, **changes))
+
+
+def test_utilisation_by_hand() -> None:
+    s = composed(Limits.of({H100}, "bf16", matmul=2e15), [None, None], hardware_flops_per_step=1_200_000_000_000_000)
+    assert s.tflops_per_device == pytest.approx(1000)  # 1e15 / 0.5 s / 2 devices / 1e12
+    assert s.mfu == pytest.approx(1000 / 989)  # above 1, and flagged by the report
+    assert s.hfu == pytest.approx(1200 / 989)
+    assert s.peak_tflops == 989
+    assert (s.peak_source or "").startswith("https://")
+    assert s.matmul_tflops == 2000
+    assert s.matmul_share == pytest.approx(0.5)
+
+
+@pytest.mark.parametrize(
+    ("names", "precision"),
+    [
+        ({"NVIDIA H100"}, "bf16"),  # C20: half a name is no name
+        ({"Some Card 9000"}, "bf16"),
+        ({"NVIDIA A100-SXM4-80GB MIG 1g.10gb"}, "bf16"),
+        ({"Tesla V100-SXM2-16GB"}, "tf32"),
+        ({H100, "NVIDIA H100 PCIe"}, "bf16"),  # a mixed host: neither card's peak is the job's
+        ({""}, "bf16"),
+    ],
+)
+def test_without_one_known_device_there_is_no_mfu(names: set[str], precision: str) -> None:
+    limits = Limits.of(names, precision, matmul=None)
+    assert limits == Limits(None, None, None)
+    s = composed(limits, [None, None])
+    assert s.tflops_per_device == pytest.approx(1000)
+    assert [s.mfu, s.hfu, s.peak_tflops, s.peak_source, s.matmul_tflops, s.matmul_share] == [None] * 6
+
+
+def test_flops_that_are_not_known_have_no_rate() -> None:
+    s = composed(Limits.of({H100}, "bf16", 1e15), [None, None], flops_per_step=None, hardware_flops_per_step=None)
+    assert [s.tflops_per_device, s.mfu, s.hfu, s.matmul_share] == [None] * 4
+    assert s.peak_tflops == 989  # what it would be divided by is known all the same
+
+
+def test_energy_is_of_all_devices_and_the_clock_of_the_slowest() -> None:
+    limits = Limits(None, None, None)
+    s = composed(limits, [telemetry(100.0, 1900.0), telemetry(150.0, 1700.0, "GPU-b")])
+    assert (s.energy_j, s.clock_mhz) == (250.0, 1700.0)
+    assert s.telemetry is not None and len(s.telemetry) == 2
+    missing = composed(limits, [telemetry(100.0, 1900.0), None])
+    assert (missing.energy_j, missing.clock_mhz) == (None, None)
+    assert missing.telemetry is not None and missing.telemetry[1] is None
+    assert composed(limits, [None, None]).telemetry is None
