@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from scaling.config import TrainConfig
+from scaling.config import ImagesConfig, TextConfig, TrainConfig
 from scaling.engine import Engine, make_engine
 from scaling.hardware import cores, environment, memory
 from scaling.measure.loop import TrainingLoop
@@ -60,7 +60,8 @@ def prepare(setup: Setup) -> Job:
     _same_data(world, source)
     _write_environment(setup, source, allowed)
     flops, hardware_flops = _count_flops(config) if world.rank == 0 else (None, None)
-    _warn(setup, flops, crowded, source.notes)
+    notes = source.notes + _of_workers(config, ranks, len(allowed))
+    _warn(setup, flops, crowded, notes)
     world.barrier()  # counting costs seconds on rank 0; nobody shall wait for it inside a training step
     torch.manual_seed(config.seed + 1 + world.rank)  # dropout draws differently on every rank
     engine = make_engine(config, workload, world.device, world.size)
@@ -105,6 +106,14 @@ def _warn(setup: Setup, flops: int | None, oversubscribed: bool, notes: list[str
             f"! a step is {flops / 1e12:.1f} TFLOP per rank, many seconds on a CPU; "
             "gpt_tiny, llama_tiny, bert_tiny and resnet_tiny are made for one"
         )
+
+
+def _of_workers(config: TrainConfig, ranks: int, cores: int) -> list[str]:
+    """Say where loader workers and ranks of this host want more cores than it has."""
+    workers = ranks * config.data.workers if isinstance(config.data, TextConfig | ImagesConfig) else 0
+    if not workers or workers + ranks * config.threads <= cores:
+        return []
+    return [f"{workers} loader worker(s) and {ranks} rank(s) share {cores} core(s): loading takes time from training"]
 
 
 def _same_data(world: World, source: Source) -> None:

@@ -29,6 +29,6 @@ def start(nproc: int, output_dir: Path, *overrides: str, cwd: Path | None = None
     command = [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={nproc}", "-m", "scaling.train"]
     if nproc == 0:
         command = [sys.executable, "-m", "scaling.train"]
-    words = [*command, f"output_dir={output_dir}", *overrides]
+    words = [*command, *overrides, f"output_dir={output_dir}"]
     done = subprocess.run(words, capture_output=True, text=True, timeout=280, check=False, cwd=cwd)
     return Ran(done, output_dir)

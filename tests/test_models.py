@@ -220,7 +220,7 @@ def test_sizes_that_do_not_fit_the_model_are_refused(name: str, changes: dict[st
         ("llama_tiny", "key_value_heads", 3, "heads=4 does not divide by key_value_heads=3"),
         ("llama_tiny", "mlp_size", 0, "mlp_size=0: must be a whole number"),
         ("bert_tiny", "vocabulary", 256, "vocabulary=256: must hold 256 bytes and a token that masks them"),
-        ("resnet_tiny", "layer", "wide", "layer=wide: choose one of basic, bottleneck"),
+        ("resnet_tiny", "block", "wide", "block=wide: choose one of basic, bottleneck"),
         ("resnet_tiny", "depths", [1, 1], "2 depths for 4 channels"),
         ("resnet_tiny", "depths", [1, 1, 1, True], "depths=True: must be a whole number"),
     ],

@@ -12,7 +12,7 @@ from scaling.workload import Tensors, Workload, check_sizes
 
 # Per channel, of ImageNet's training images in [0, 1]: what published ResNets are trained with.
 MEAN, DEVIATION = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
-LAYERS: dict[str, type[nn.Module]] = {"basic": ResNetBasicLayer, "bottleneck": ResNetBottleNeckLayer}
+BLOCKS: dict[str, type[nn.Module]] = {"basic": ResNetBasicLayer, "bottleneck": ResNetBottleNeckLayer}
 SMALLEST_IMAGE = 32  # the network halves an image five times
 
 
@@ -39,7 +39,7 @@ class Classifier(nn.Module):
 
 def resnet(
     *,
-    layer: str,
+    block: str,
     depths: list[int],
     stem_channels: int,
     channels: list[int],
@@ -49,8 +49,8 @@ def resnet(
 ) -> Workload:
     """A ResNet v1.5 (strides in the 3 x 3 convolutions), He et al., 2015."""
     check_sizes(stem_channels=stem_channels, classes=classes)
-    if layer not in LAYERS:
-        raise ValueError(f"model.args.layer={layer}: choose one of {', '.join(LAYERS)}")
+    if block not in BLOCKS:
+        raise ValueError(f"model.args.block={block}: choose one of {', '.join(BLOCKS)}")
     if len(depths) != len(channels) or not depths:
         raise ValueError(f"model.args: {len(depths)} depths for {len(channels)} channels; one of each per stage")
     for name, values in (("depths", depths), ("channels", channels)):
@@ -61,7 +61,7 @@ def resnet(
     if dropout:
         raise ValueError(f"model.dropout={dropout}: a ResNet has none")
     config = ResNetConfig(
-        layer_type=layer,
+        layer_type=block,
         depths=list(depths),
         embedding_size=stem_channels,
         hidden_sizes=list(channels),
@@ -71,7 +71,7 @@ def resnet(
         module=Classifier(ResNetForImageClassification(config)).train(),
         loss=classification_loss,
         synthetic=lambda samples, generator: _random_images(samples, image_size, classes, generator),
-        block_types=(LAYERS[layer],),
+        block_types=(BLOCKS[block],),
         image_size=image_size,
         classes=classes,
     )
