@@ -298,7 +298,7 @@ def test_printing_imports_no_model_library(flag: str, tmp_path: Path) -> None:
 
 def test_plain_python_ends_with_two(tmp_path: Path) -> None:
     with Launched.python(["model=gpt_tny"], tmp_path / "here") as launch:
-        assert_refused(launch.wait(), "did you mean gpt_tiny?")
+        assert_refused(launch.wait(), "did you mean gpt_tiny")
 
 
 @pytest.mark.ranks
