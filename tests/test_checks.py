@@ -140,6 +140,16 @@ def test_more_busy_threads_than_cores_or_quota_is_oversubscribed(
     assert cores.oversubscribed(available, quota, ranks, threads) is crowded
 
 
+def test_numa_nodes_without_cores_are_no_cpu_nodes(tmp_path: Path) -> None:
+    for node, listed in {0: "0-71\n", **dict.fromkeys(range(1, 9), "\n")}.items():  # C41: a Grace host
+        (tmp_path / f"node{node}").mkdir()
+        (tmp_path / f"node{node}" / "cpulist").write_text(listed)
+    (tmp_path / "node10").mkdir()  # no list at all
+    (tmp_path / "online").write_text("0-8\n")
+    assert cores.numa_nodes(tmp_path) == {0: "0-71"}
+    assert cores.numa_nodes(tmp_path / "nowhere") == {}
+
+
 def test_the_cpu_quota_of_a_control_group_is_read(tmp_path: Path) -> None:
     assert cores.cpu_quota(tmp_path) is None
     (tmp_path / "cpu.max").write_text("max 100000\n")

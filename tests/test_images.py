@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -135,8 +136,25 @@ def test_an_empty_class_and_other_files_are_named_and_keep_the_labels(folder: Pa
     assert len(found.paths) == 13
     assert found.notes() == [
         f"data.path={folder}: 1 class without an image: bird",
-        f"data.path={folder}: 1 file skipped, no images by name: cat/readme.txt",
+        f"data.path={folder}: 1 file skipped, no image files: cat/readme.txt",
     ]
+
+
+def test_links_pipes_and_odd_names_are_no_trap(folder: Path) -> None:
+    os.mkfifo(folder / "cat" / "pipe.jpg")  # whoever opens it waits for ever
+    (folder / "cat" / "gone.jpg").symlink_to(folder / "nowhere.jpg")
+    (folder / "cat" / "linked.jpg").symlink_to(folder / "cat" / "0.png")
+    (folder / "cat" / "loop").symlink_to(folder)
+    picture(folder / "cat" / "album.jpg" / "inside.png")
+    with (folder / "dog" / os.fsdecode(b"caf\xe9\n.png")).open("wb") as file:
+        file.write((folder / "dog" / "0.png").read_bytes())
+    found = find_images(folder)
+    names = [os.fsdecode(bytes(path)) for path in found.paths]
+    assert {"cat/linked.jpg", "cat/album.jpg/inside.png", os.fsdecode(b"dog/caf\xe9\n.png")} < set(names)
+    assert found.others == ("cat/gone.jpg", "cat/loop", "cat/pipe.jpg")
+    tensors = Images(found, 32)[np.arange(len(names))]
+    assert tensors["unreadable"].tolist() == []
+    assert all(note.isprintable() for note in found.notes())
 
 
 @pytest.mark.parametrize(

@@ -91,7 +91,7 @@ def test_images_from_a_folder_with_everything_in_it(images: Path, tmp_path: Path
     assert "unreadable_samples" in s["flags"]
     said = run.done.stderr
     assert f"data.path={images}: 1 class without an image: empty" in said
-    assert "1 file skipped, no images by name: dog/notes.txt" in said
+    assert "1 file skipped, no image files: dog/notes.txt" in said
     assert "1 sample(s) could not be read, and neighbours took their places: dog/broken.jpg" in said
 
 

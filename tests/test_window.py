@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import gc
 from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 
 from scaling.config import MeasureConfig
 from scaling.measure.clock import HostClock
 from scaling.measure.window import Plan, Window, run_window
+from scaling.measurement import Observation
 
 
 @dataclass
@@ -209,3 +211,25 @@ def test_an_observer_is_there_while_the_device_works_and_no_longer() -> None:
     )
     assert seen == [(True, 0, 0), (True, 1, 4)]  # entered before the ranks meet, left when all is done
     assert device.synchronized == 2
+
+
+def test_an_observation_is_what_the_sampler_saw_between_start_and_stop() -> None:
+    calls = []
+
+    class Fake:
+        def start(self) -> None:
+            calls.append("start")
+
+        def stop(self) -> str:
+            calls.append("stop")
+            return "seen"
+
+    sampler: Any = Fake()
+    observation = Observation(sampler)
+    assert observation.seen is None
+    with observation:
+        assert calls == ["start"]
+    assert calls == ["start", "stop"]
+    assert str(observation.seen) == "seen"
+    with Observation(None) as nothing:
+        assert nothing is None

@@ -55,7 +55,7 @@ class Folder:
         if self.empty:
             said.append(f"{_some(self.empty, 'class', 'classes')} without an image: {_names(self.empty)}")
         if self.others:
-            said.append(f"{_some(self.others, 'file', 'files')} skipped, no images by name: {_names(self.others)}")
+            said.append(f"{_some(self.others, 'file', 'files')} skipped, no image files: {_names(self.others)}")
         if len(self.classes) - len(self.empty) == 1:
             said.append("all images are of one class: the speed is real, the loss says nothing")
         return [f"data.path={self.root}: {text}" for text in said]
@@ -66,7 +66,8 @@ def _some(names: tuple[str, ...], one: str, many: str) -> str:
 
 
 def _names(names: tuple[str, ...], most: int = 5) -> str:
-    return ", ".join(names[:most]) + (", ..." if len(names) > most else "")
+    shown = ", ".join(names[:most]) + (", ..." if len(names) > most else "")
+    return "".join(letter if letter.isprintable() else "?" for letter in shown)
 
 
 def find_images(root: Path) -> Folder:
@@ -81,9 +82,10 @@ def find_images(root: Path) -> Folder:
     empty: list[str] = []
     others: list[str] = []
     for label, name in enumerate(classes):
-        found = _files(root / name)
-        images = [file for file in found if file.lower().endswith(SUFFIXES)]
-        others += [f"{name}/{file}" for file in found if not file.lower().endswith(SUFFIXES)]
+        files, besides = _files(root / name)
+        images = [file for file in files if file.lower().endswith(SUFFIXES)]
+        besides += [file for file in files if not file.lower().endswith(SUFFIXES)]
+        others += [f"{name}/{file}" for file in besides]
         paths += [os.fsencode(f"{name}/{file}") for file in images]
         labels += [label] * len(images)
         if not images:
@@ -93,21 +95,30 @@ def find_images(root: Path) -> Folder:
     return Folder(root, np.array(paths), np.array(labels), tuple(classes), tuple(empty), tuple(others))
 
 
-def _files(folder: Path) -> list[str]:
-    """Files below the folder, relative to it, sorted; hidden ones are left out."""
-    found = []
+def _files(folder: Path) -> tuple[list[str], list[str]]:
+    """Files below the folder, and what is there besides files and folders; relative to it, hidden ones left out.
+
+    Links to files are followed, links to folders are not: they may lead back. A pipe would block whoever opens it.
+    """
+    files: list[str] = []
+    others: list[str] = []
+    waiting = [""]
     try:
-        for place, folders, names in os.walk(folder, onerror=_unreadable):
-            folders[:] = sorted(name for name in folders if not name.startswith("."))
-            below = os.path.relpath(place, folder)
-            found += [os.path.normpath(Path(below, name)) for name in names if not name.startswith(".")]
+        while waiting:
+            below = waiting.pop()
+            for entry in os.scandir(folder / below):
+                name = f"{below}{entry.name}"
+                if entry.name.startswith("."):
+                    continue
+                if entry.is_dir(follow_symlinks=False):
+                    waiting.append(f"{name}/")
+                elif entry.is_file():
+                    files.append(name)
+                else:
+                    others.append(name)
     except OSError as error:
         raise ValueError(f"data.path: cannot read {error.filename} ({error.strerror})") from error
-    return sorted(found)
-
-
-def _unreadable(error: OSError) -> None:
-    raise error
+    return sorted(files), sorted(others)
 
 
 @dataclass(frozen=True)

@@ -11,11 +11,11 @@ from scaling.workload import Tensors, Workload
 
 
 def helps(device: torch.device, precision: str) -> bool:
-    """Whether convolutions want channels last: on tensor cores (cuDNN's native layout) and in oneDNN on hosts.
+    """Whether convolutions want channels last: on NVIDIA's tensor cores (cuDNN's own layout) and in oneDNN on hosts.
 
-    Plain fp32 on a GPU does not use tensor cores, and other accelerators have layouts of their own.
+    Plain fp32 does not use tensor cores; MIOpen has to be asked for this layout, and others have their own.
     """
-    return device.type == "cpu" or (device.type == "cuda" and precision != "fp32")
+    return device.type == "cpu" or (device.type == "cuda" and torch.version.hip is None and precision != "fp32")
 
 
 def lay_out(workload: Workload, choice: bool | None, device: torch.device, precision: str) -> Workload:
