@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import math
 from dataclasses import dataclass
 
@@ -9,11 +11,11 @@ import torch
 
 from scaling.config import TrainConfig
 from scaling.engine.precision import Precision
-from scaling.hardware import memory
+from scaling.hardware import environment, memory
 from scaling.hardware.telemetry import Sampler, open_telemetry
 from scaling.hardware.telemetry import flags as device_flags
 from scaling.measure import agreement
-from scaling.measure.clock import Clock, make_clock
+from scaling.measure.clock import Clock
 from scaling.measure.collectives import StepCount, count_step
 from scaling.measure.loop import TrainingLoop
 from scaling.measure.matmul import cache_folder, matmul_rate
@@ -31,9 +33,12 @@ SHOWN_NAMES = 5
 
 @dataclass(frozen=True)
 class Checked:
-    """What one untimed step sent, and whether this was data-parallel training; None for a world of one."""
+    """What one untimed step sent, and whether this was data-parallel training.
 
-    count: StepCount
+    None for a world of one; `count` and `gradients_reduced` also where such a step did not fit into memory.
+    """
+
+    count: StepCount | None
     gradients_reduced: bool | None
     parameters_agree: bool | None
 
@@ -74,17 +79,16 @@ def measure(setup: Setup) -> Summary | None:
     """The whole measurement. The record is written, and returned, on rank 0. Raises Refused for a user's mistake."""
     config, world, progress = setup.config, setup.world, setup.progress
     job = prepare(setup)
-    clock = make_clock(world.device)
-    timed = _time(setup, job, clock)
-    noted = world.gather(rank_steps(timed.seconds, job.loop.noted))
+    timed = _time(setup, job)
+    noted = world.gather(rank_steps(timed.seconds, job.loop.noted, job.clock))
     tokens = job.workload.sequence_length is not None
     steps = job_steps(noted, len(timed.warmup_s), timed.plan.block_steps, tokens=tokens)
     if world.rank == 0:
         store.write_steps(setup.run_dir, steps)
     progress.update("checking what a step sends and that the ranks agree")
     checked = _check(job, config, world)
-    limits = _limits(config, world, clock, progress)
     telemetry = world.gather(timed.telemetry)
+    limits = _limits(setup, job, telemetry[world.rank])
     unreadable = sorted(set().union(*world.gather(job.source.unreadable())))
     facts = Facts(
         run_id=setup.run_dir.name,
@@ -113,9 +117,9 @@ def measure(setup: Setup) -> Summary | None:
     return summary
 
 
-def _time(setup: Setup, job: Job, clock: Clock) -> Timed:
+def _time(setup: Setup, job: Job) -> Timed:
     """Warm up, and run the window as long as its plan says."""
-    config, world, progress = setup.config, setup.world, setup.progress
+    config, world, progress, clock = setup.config, setup.world, setup.progress, job.clock
     warmup_s = _warm_up(job.loop, clock, config.measure.warmup_steps, progress)
     plan = Plan.of(config.measure, max(world.gather(min(warmup_s[-3:], default=math.inf))))
     job.loop.shapes.clear()
@@ -128,23 +132,26 @@ def _time(setup: Setup, job: Job, clock: Clock) -> Timed:
 
 
 def _warm_up(loop: TrainingLoop, clock: Clock, steps: int, progress: Progress) -> list[float]:
-    """Seconds of each warm-up step of this rank: compilation, first connections and caches end up in these."""
-    seconds = []
+    """Seconds of each warm-up step of this rank: compilation, first connections and caches end up in these.
+
+    The host waits for the step before the one in flight, as it does in the window: with a device that ran dry after
+    every step, copies and allocations would settle only inside the window.
+    """
+    progress.update(f"warm-up 1/{steps}")
+    marks = [clock.mark()]
     for step in range(1, steps + 1):
-        if step == 1:
-            progress.update(f"warm-up 1/{steps}")
-        start = clock.mark()
         loop.step()
-        end = clock.mark()
-        clock.wait(end)
-        seconds.append(clock.seconds(start, end))
-        progress.update(f"warm-up {step}/{steps}  {seconds[-1] * 1e3:.1f} ms/step")
-    return seconds
+        marks.append(clock.mark())
+        if step > 1:
+            clock.wait(marks[-2])
+            progress.update(f"warm-up {step}/{steps}  {clock.seconds(*marks[-3:-1]) * 1e3:.1f} ms/step")
+    clock.wait(marks[-1])
+    return [clock.seconds(start, end) for start, end in itertools.pairwise(marks)]
 
 
 def show_block(progress: Progress, window: Window, plan: Plan, global_batch_size: int) -> None:
     """One line from the finished blocks; the block in flight is not waited for."""
-    finished = [window.block_seconds(block) / plan.block_steps for block in range(len(window.blocks) - 1)]
+    finished = [seconds / plan.block_steps for seconds in window.finished()]
     if not finished:
         return
     mean = sum(finished) / len(finished)
@@ -163,27 +170,34 @@ def _compiles_by_shape(config: TrainConfig) -> bool:
 
 def _check(job: Job, config: TrainConfig, world: World) -> Checked:
     """Count one more step, and compare the weights of the ranks; collective. The count is that of the busiest rank."""
-    mine = count_step(job.engine, lambda: next(job.source.batches), config.batch.sizes[1], world.size)
-    counts = world.gather(mine)
-    count = max(counts, key=lambda each: (each.syncs, sum(each.bytes.values()), each.host_syncs))
+    mine = None
+    with contextlib.suppress(torch.OutOfMemoryError):  # uncompiled, where compiled steps just fit: the window counts
+        mine = count_step(job.engine, lambda: next(job.source.batches), config.batch.sizes[1], world.size)
+    counts = [each for each in world.gather(mine) if each is not None]
+    count, reduced = None, None
+    if len(counts) == world.size:
+        count = max(counts, key=lambda each: (each.syncs, sum(each.bytes.values()), each.host_syncs))
+        width = (job.engine.reduce_dtype or torch.float32).itemsize
+        reduced = all(each.reduces(width) for each in counts)
     if world.size == 1:
         return Checked(count, None, None)
-    width = (job.engine.reduce_dtype or torch.float32).itemsize
-    reduced = all(each.reduces(width) for each in counts)
     if job.engine.gather_dtype is not None:  # sharded: gathering makes them agree whatever happened
         return Checked(count, reduced, None)
     return Checked(count, reduced, not agreement.disagreeing(world.gather(agreement.fingerprint(job.engine.module))))
 
 
-def _limits(config: TrainConfig, world: World, clock: Clock, progress: Progress) -> Limits:
+def _limits(setup: Setup, job: Job, telemetry: Telemetry | None) -> Limits:
     """What the devices can do at most, by their vendor and by a measurement of their own; collective."""
-    progress.update("measuring the largest matrix-product rate of the device")
-    names = {member.device_name or "" for member in world.members}
+    config, world = setup.config, setup.world
     rate = None
     if config.measure.matmul_rate:
-        rate = matmul_rate(Precision.of(config.precision, world.device), world.device, clock, cache_folder())
+        setup.progress.update("measuring the largest matrix-product rate of the device")
+        conditions = {"driver": environment.driver_version(), "power_limit_w": telemetry and telemetry.power_limit_w}
+        precision = Precision.of(config.precision, world.device)
+        rate = matmul_rate(precision, world.device, job.clock, cache_folder(), conditions)
     rates = world.gather(None if rate is None else rate.flops_per_s)
-    known = [rate for rate in rates if rate is not None]
+    known = [each for each in rates if each is not None]
+    names = {member.device_name or "" for member in world.members}
     return Limits.of(names, config.precision.name, min(known) if len(known) == len(rates) else None)
 
 
@@ -202,6 +216,7 @@ def _flags(job: Job, config: TrainConfig, world: World, window: Window, checked:
         "oversubscribed": any(world.gather(job.oversubscribed)),
         "varying_shapes": _compiles_by_shape(config) and any(world.gather(len(job.loop.shapes) > 1)),
         "mixed_devices": len({member.device_name for member in world.members}) > 1,
+        "not_counted": checked.count is None,
         "gradients_not_reduced": checked.gradients_reduced is False,
         "parameters_disagree": checked.parameters_agree is False,
     }

@@ -10,6 +10,7 @@ import torch
 from scaling.config import ImagesConfig, TextConfig, TrainConfig
 from scaling.engine import Engine, make_engine
 from scaling.hardware import cores, environment, memory
+from scaling.measure.clock import Clock, make_clock
 from scaling.measure.loop import TrainingLoop
 from scaling.ranks import hosts, place_on_machine
 from scaling.reporting.progress import Progress
@@ -42,6 +43,7 @@ class Job:
     workload: Workload
     source: Source
     engine: Engine
+    clock: Clock
     loop: TrainingLoop
     flops_per_rank: int | None  # of one step; known on rank 0
     hardware_flops_per_rank: int | None  # with what checkpointing recomputes; likewise
@@ -65,9 +67,10 @@ def prepare(setup: Setup) -> Job:
     world.barrier()  # counting costs seconds on rank 0; nobody shall wait for it inside a training step
     torch.manual_seed(config.seed + 1 + world.rank)  # dropout draws differently on every rank
     engine = make_engine(config, workload, world.device, world.size)
-    loop = TrainingLoop(engine, source.batches, config.batch.sizes[1])
+    clock = make_clock(world.device)
+    loop = TrainingLoop(engine, source.batches, config.batch.sizes[1], clock)
     memory.forget_setup(world.device)
-    return Job(workload, source, engine, loop, flops, hardware_flops, bound, crowded)
+    return Job(workload, source, engine, clock, loop, flops, hardware_flops, bound, crowded)
 
 
 def _count_flops(config: TrainConfig) -> tuple[int | None, int | None]:
@@ -90,9 +93,10 @@ def _build(config: TrainConfig, world: World, allowed_cores: list[int]) -> tuple
         check_loss(workload, world.device)
     if config.checkpointing:
         checkpoint_blocks(workload)
-    torch.backends.cudnn.benchmark = workload.image_size is not None  # shapes are fixed: searched for in the warm-up
     place = Place(world.rank, world.size, world.device, allowed_cores)
-    return workload, open_source(config.data, config.batch, workload, config.seed, place)
+    source = open_source(config.data, config.batch, workload, config.seed, place)
+    torch.backends.cudnn.benchmark = workload.image_size is not None  # shapes are fixed: searched for in the warm-up
+    return workload, source
 
 
 def _warn(setup: Setup, flops: int | None, oversubscribed: bool, notes: list[str]) -> None:

@@ -27,6 +27,7 @@ from bench.overhead import (
     slowest,
 )
 
+from scaling.measure.clock import HostClock
 from scaling.measure.loop import TrainingLoop
 from scaling.workload import Batch
 
@@ -91,7 +92,7 @@ def test_loops_that_do_not_train_the_same_are_not_compared() -> None:
 
 def test_the_engine_that_does_nothing_lets_the_suite_do_all_of_its_own_work() -> None:
     batch = Batch({"inputs": torch.zeros(2, 4)}, samples=2, targets=8, step_targets=32)
-    loop = TrainingLoop(Nothing(), iter([batch] * 4), accumulation_steps=4)
+    loop = TrainingLoop(Nothing(), iter([batch] * 4), accumulation_steps=4, clock=HostClock())
     loop.step()
     assert [(noted.samples, noted.targets, float(noted.loss)) for noted in loop.noted] == [(8, 32, 0.0)]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +12,9 @@ from torch import nn
 
 from scaling.hardware import cores, environment, memory
 from scaling.hardware.environment import allowed_variables
+from scaling.measure import agreement
 from scaling.measure.agreement import disagreeing, fingerprint
+from scaling.measure.clock import HostClock
 from scaling.measure.collectives import Collective, Recorder, StepCount, busbw_factor
 from scaling.measure.loop import Noted
 from scaling.measure.summary import RankStep, job_steps, rank_steps
@@ -89,6 +92,16 @@ def test_replicas_agree_to_the_bit_or_are_named() -> None:
     assert disagreeing([fingerprint(a)]) == []
 
 
+def test_large_parameters_are_summed_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = nn.Linear(50, 3)
+    whole = fingerprint(module)
+    monkeypatch.setattr(agreement, "CHUNK", 7)
+    assert fingerprint(module) == whole
+    with torch.no_grad():
+        module.weight[2, 49] = torch.nextafter(module.weight[2, 49], torch.tensor(9.0))
+    assert disagreeing([whole, fingerprint(module)]) == ["weight"]
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
 def test_every_parameter_type_has_a_fingerprint(dtype: torch.dtype) -> None:
     module = nn.Linear(2, 2).to(dtype)
@@ -99,8 +112,10 @@ def test_every_parameter_type_has_a_fingerprint(dtype: torch.dtype) -> None:
 
 
 def test_rows_hold_the_whole_job() -> None:
-    noted = [Noted(0.1, 2, 20, torch.tensor(1.5), torch.tensor(s)) for s in (0, 1, 1)]
-    mine = rank_steps([1.0, 2.0, 3.0], noted)
+    waits: list[Any] = [(5.0, 5.1), (7.0, 7.0)]
+    noted = [Noted(waits, 2, 20, torch.tensor(1.5), torch.tensor(s)) for s in (0, 1, 1)]
+    mine = rank_steps([1.0, 2.0, 3.0], noted, HostClock())
+    assert mine[0].data_wait_s == pytest.approx(0.1)
     other = [RankStep(1.1, 0.2, 2, 30, 0.5, s) for s in (0, 1, 1)]
     rows = job_steps([mine, other], warmup_steps=1, block_steps=1, tokens=True)
     other_rows = job_steps([mine, other], warmup_steps=1, block_steps=1, tokens=False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from torch import Tensor
 from scaling.config import conf_dir
 from scaling.measure.collectives import Recorder
 from scaling.workload import Workload, build
+from scaling.workload.attention import attention, takes_groups
 from scaling.workload.checkpointing import checkpoint_blocks
 from scaling.workload.flops import count_flops
 from scaling.workload.layout import arrange, helps, lay_out
@@ -160,6 +162,37 @@ def test_llama_is_causal_with_fewer_key_heads() -> None:
         before, after = module(input_ids=tokens).logits, module(input_ids=changed).logits
     assert torch.allclose(before[:, :10], after[:, :10], atol=1e-6)
     assert not torch.allclose(before[:, 10:], after[:, 10:])
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "has_flash", "taken"),
+    [
+        ("cuda", torch.bfloat16, True, True),
+        ("cuda", torch.float16, True, True),
+        ("cuda", torch.float32, True, False),  # no fused kernel there takes groups, and plain products need gigabytes
+        ("cuda", torch.float16, False, False),  # V100
+        ("xpu", torch.bfloat16, False, False),
+        ("cpu", torch.float32, False, True),
+    ],
+)
+def test_key_heads_are_repeated_where_no_fused_kernel_takes_groups(
+    device: str, dtype: torch.dtype, has_flash: bool, taken: bool
+) -> None:
+    value: Any = SimpleNamespace(device=torch.device(device), dtype=dtype, is_cuda=device == "cuda")
+    assert takes_groups(value, has_flash) is taken
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_repeated_key_heads_give_the_same(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    draw = torch.Generator().manual_seed(0)
+    query = torch.randn(2, 4, 8, 16, generator=draw)  # float32, as rotary embeddings leave it under autocast
+    key, value = (torch.randn(2, 2, 8, 16, generator=draw) for _ in range(2))
+    module = SimpleNamespace(is_causal=True, config=SimpleNamespace())
+    grouped, _ = attention(module, query, key, value.to(dtype), None)
+    monkeypatch.setattr("scaling.workload.attention.takes_groups", lambda value, has_flash: False)
+    repeated, _ = attention(module, query, key, value.to(dtype), None)
+    assert grouped.dtype == repeated.dtype == dtype
+    assert torch.allclose(grouped.float(), repeated.float(), atol=1e-6 if dtype == torch.float32 else 2e-2)
 
 
 def test_our_attention_is_transformers_own_to_rounding() -> None:

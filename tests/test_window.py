@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import pytest
+import torch
 
 from scaling.config import MeasureConfig
 from scaling.measure.clock import HostClock
+from scaling.measure.loop import TrainingLoop
+from scaling.measure.summary import rank_steps
 from scaling.measure.window import Plan, Window, run_window
 from scaling.measurement import Observation
+from scaling.workload import Batch
 
 
 @dataclass
@@ -233,3 +238,50 @@ def test_an_observation_is_what_the_sampler_saw_between_start_and_stop() -> None
     assert str(observation.seen) == "seen"
     with Observation(None) as nothing:
         assert nothing is None
+
+
+def test_a_device_waits_for_data_only_when_it_has_nothing_left_to_do() -> None:
+    device = FakeDevice()
+
+    class Engine:
+        skipped = 0
+
+        def accumulate(self, batch: Batch, *, last: bool) -> torch.Tensor:
+            device.enqueue(0.001, 0.100)
+            return torch.tensor(1.0)
+
+        def step(self) -> None: ...
+
+    def batches(seconds: list[float]) -> Iterator[Batch]:
+        for host_s in seconds:
+            device.host += host_s  # the host waits for the loader
+            yield Batch({"x": torch.zeros(1, 1)}, samples=1, targets=1, step_targets=1)
+
+    engine, clock = cast(Any, Engine()), cast(Any, device)
+    loop = TrainingLoop(engine, batches([0.5, 0.05, 0.05, 0.4]), 1, clock)
+    for _ in range(4):
+        loop.step()
+    waits = [step.data_wait_s for step in rank_steps([1.0] * 4, loop.noted, clock)]
+    # The first batch finds an idle device; the next two come while it is busy. Three steps keep it busy until 0.501
+    # + 3 x 0.1 = 0.801 s; the fourth batch is there when the host has spent 0.5 + 0.05 + 0.05 + 0.4 + 3 x 0.001 s.
+    assert waits == pytest.approx([0.5, 0.0, 0.0, 1.003 - 0.801])
+
+
+def test_finished_blocks_are_asked_for_once() -> None:
+    asked, sums = [], []
+
+    class Clock(FakeDevice):
+        def seconds(self, start: float, end: float) -> float:
+            asked.append((start, end))
+            return end - start
+
+    clock = Clock()
+    run_window(
+        lambda: clock.enqueue(0.001, 0.1),
+        clock,
+        Plan.of(MeasureConfig(max_steps=40, block_steps=1, min_blocks=2, target_ci=1e-9), 0.1),
+        Alone(),
+        progress=lambda window: sums.append(sum(window.finished())),
+    )
+    assert len(asked) == 39  # not 39 x 38 / 2
+    assert sums == pytest.approx([0.0] + [0.001 + 0.1 * block for block in range(1, 39)])

@@ -11,6 +11,7 @@ import torch
 from models import model
 
 from scaling.config import BatchConfig, ModelConfig, SyntheticConfig, TextConfig
+from scaling.measure.clock import HostClock
 from scaling.measure.loop import Slots, TrainingLoop
 from scaling.workload import Batch, Workload, build, check_loss, source_digest
 from scaling.workload.flops import count_flops
@@ -170,7 +171,7 @@ def test_the_loop_notes_every_shape_and_counts_what_it_was_given() -> None:
         return Batch({"inputs": torch.zeros(2, length)}, samples=2, targets=length, step_targets=9)
 
     engine: Any = Still()
-    loop = TrainingLoop(engine, iter([batch(3), batch(3), batch(4), batch(4)]), accumulation_steps=2)
+    loop = TrainingLoop(engine, iter([batch(3), batch(3), batch(4), batch(4)]), accumulation_steps=2, clock=HostClock())
     loop.step()
     assert len(loop.shapes) == 1
     loop.step()

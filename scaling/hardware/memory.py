@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -16,8 +18,10 @@ CLEAR_REFS = Path("/proc/self/clear_refs")
 def reset_peak(device: torch.device) -> bool:
     """Start a new high-water mark; False where the system has none to reset."""
     if device.type != "cpu":
-        torch.accelerator.reset_peak_memory_stats(device)
-        return True
+        reset = _function(device, "reset_peak_memory_stats")
+        if reset is not None:
+            reset(device)
+        return reset is not None
     try:
         CLEAR_REFS.write_text("5")  # proc(5): resets VmHWM
     except OSError:
@@ -27,19 +31,27 @@ def reset_peak(device: torch.device) -> bool:
 
 def forget_setup(device: torch.device) -> None:
     """Give back what the allocator holds since set-up, so that `reserved` is what training needs."""
-    if device.type != "cpu":
-        torch.accelerator.empty_cache()
+    if device.type != "cpu" and (empty := _function(device, "empty_cache")) is not None:
+        empty()
 
 
 def read_peak(device: torch.device, was_reset: bool) -> Memory:
     """GiB since `reset_peak`: what torch's allocator handed out and held, or a host process's resident set."""
     if device.type != "cpu":
-        allocated = torch.accelerator.max_memory_allocated(device) / GIB
-        reserved = torch.accelerator.max_memory_reserved(device) / GIB
+        read = [_function(device, f"max_memory_{what}") if was_reset else None for what in ("allocated", "reserved")]
+        allocated, reserved = (None if peak is None else peak(device) / GIB for peak in read)
         return Memory(allocated, reserved, "device")
     lines = STATUS.read_text().splitlines() if was_reset and STATUS.exists() else []
-    peaks = [int(line.split()[1]) * 1024 / GIB for line in lines if line.startswith("VmHWM:")]
-    return Memory(peaks[0] if peaks else None, None, "host_resident")
+    peaks_gib = [int(line.split()[1]) * 1024 / GIB for line in lines if line.startswith("VmHWM:")]
+    return Memory(peaks_gib[0] if peaks_gib else None, None, "host_resident")
+
+
+def _function(device: torch.device, name: str) -> Callable[..., Any] | None:
+    """A function of `torch.cuda` or its like, None where the backend lacks it.
+
+    `torch.accelerator` has them too, but asserts for allocators that are not registered with it, such as Ascend's.
+    """
+    return getattr(torch.get_device_module(device), name, None)
 
 
 def largest(peaks: list[Memory]) -> Memory:

@@ -8,11 +8,6 @@ from typing import Any, Protocol
 import torch
 
 
-def now() -> float:
-    """Host seconds, monotonic: for what the host itself waits for, such as data."""
-    return time.perf_counter()
-
-
 class Clock(Protocol):
     """Marks step boundaries without waiting for the device; their distance is read once it has passed them.
 

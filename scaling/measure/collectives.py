@@ -94,11 +94,11 @@ def _reads_host(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> boo
     if name not in COPIES or kwargs.get("non_blocking"):
         return False
     if name == "aten::copy_":
-        to_host, source = args[0].device.type == "cpu", args[1]
+        target, source = args[0].device, args[1]
         blocking = not (len(args) > 2 and args[2])
     else:
-        to_host, source, blocking = torch.device(kwargs.get("device") or args[0].device).type == "cpu", args[0], True
-    return bool(to_host and blocking and source.device.type != "cpu")
+        target, source, blocking = torch.device(kwargs.get("device") or args[0].device), args[0], True
+    return blocking and (target.type == "cpu") != (source.device.type == "cpu")  # either way CUDA's copy waits
 
 
 @dataclass

@@ -4,20 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from scaling.engine import Engine
-from scaling.measure.clock import now
+from scaling.measure.clock import Clock
 from scaling.workload import Batch
 
 
 @dataclass(frozen=True, slots=True)
 class Noted:
-    """One step of this rank. `loss` and `skipped` stay on the device until the window is over."""
+    """One step of this rank. `loss`, `skipped` and the marks stay on the device until the window is over.
 
-    data_wait_s: float
+    `waits` holds a mark before and after each micro-batch was asked for. Between the two a device does nothing but wait
+    for data, or for its copy; while it is still busy with what was queued before, nothing lies between them.
+    """
+
+    waits: list[tuple[Any, Any]]
     samples: int
     targets: int
     loss: Tensor
@@ -47,22 +52,24 @@ class Slots:
 class TrainingLoop:
     """Takes micro-batches from the loader and trains on them; the same object warms up and is measured."""
 
-    def __init__(self, engine: Engine, batches: Iterator[Batch], accumulation_steps: int) -> None:
+    def __init__(self, engine: Engine, batches: Iterator[Batch], accumulation_steps: int, clock: Clock) -> None:
         self.engine = engine
         self.noted: list[Noted] = []
         self.shapes: set[tuple[torch.Size, ...]] = set()
         self._batches = batches
         self._accumulation_steps = accumulation_steps
+        self._clock = clock
         self._losses = Slots()
 
     def step(self) -> None:
         """`accumulation_steps` micro-batches and one update."""
-        wait, samples, targets = 0.0, 0, 0
+        waits: list[tuple[Any, Any]] = []
+        samples, targets = 0, 0
         loss: Tensor | None = None
         for micro_step in range(1, self._accumulation_steps + 1):
-            asked = now()
+            asked = self._clock.mark()
             batch = next(self._batches)
-            wait += now() - asked
+            waits.append((asked, self._clock.mark()))
             samples += batch.samples
             targets += batch.targets
             self.shapes.add(tuple(tensor.shape for tensor in batch.tensors.values()))
@@ -73,4 +80,4 @@ class TrainingLoop:
                 loss.add_(share)
         self.engine.step()
         assert loss is not None
-        self.noted.append(Noted(wait, samples, targets, loss, self.engine.skipped))
+        self.noted.append(Noted(waits, samples, targets, loss, self.engine.skipped))

@@ -13,6 +13,7 @@ from scaling.config import TrainConfig
 from scaling.engine import Engine
 from scaling.hardware import catalogue
 from scaling.hardware.telemetry import lowest_clock, total_energy
+from scaling.measure.clock import Clock
 from scaling.measure.collectives import StepCount
 from scaling.measure.loop import Noted
 from scaling.results.record import SCHEMA_VERSION, Link, Memory, Step, Summary, Telemetry, Timing
@@ -31,11 +32,11 @@ class RankStep(NamedTuple):
     skipped: int
 
 
-def rank_steps(seconds: Sequence[float], noted: Sequence[Noted]) -> list[RankStep]:
-    """Bring the losses and the skip counts of this rank to the host, once, after the window."""
+def rank_steps(seconds: Sequence[float], noted: Sequence[Noted], clock: Clock) -> list[RankStep]:
+    """Bring the losses, skip counts and waits of this rank to the host, once, after the window."""
     losses = torch.stack([n.loss.float() for n in noted]).tolist()
     return [
-        RankStep(s, n.data_wait_s, n.samples, n.targets, loss, int(n.skipped))
+        RankStep(s, sum(clock.seconds(*wait) for wait in n.waits), n.samples, n.targets, loss, int(n.skipped))
         for s, n, loss in zip(seconds, noted, losses, strict=True)
     ]
 
@@ -99,7 +100,7 @@ class Facts:
     limits: Limits
     telemetry: list[Telemetry | None]
     peak_memory: Memory
-    count: StepCount
+    count: StepCount | None
     gradients_reduced: bool | None
     parameters_agree: bool | None
     threads: int
@@ -112,7 +113,7 @@ def compose(
 ) -> Summary:
     """`summary.json` of a training run; what this version cannot measure is None."""
     micro, accumulation, total = config.batch.sizes
-    limits = facts.limits
+    limits, count = facts.limits, facts.count
     model_rate, hardware_rate = (
         None if flops is None else flops / timing.step_time_s.mean / world.size
         for flops in (facts.flops_per_step, facts.hardware_flops_per_step)
@@ -154,9 +155,9 @@ def compose(
         matmul_tflops=_over(limits.matmul, 1e12),
         matmul_share=_over(model_rate, limits.matmul),
         peak_memory_gib=facts.peak_memory,
-        host_syncs_per_step=None if config.compile else facts.count.host_syncs,  # counting runs the model uncompiled
-        syncs_per_step=facts.count.syncs,
-        comm_bytes_per_step=facts.count.bytes,
+        host_syncs_per_step=None if count is None or config.compile else count.host_syncs,  # counting runs uncompiled
+        syncs_per_step=None if count is None else count.syncs,
+        comm_bytes_per_step=None if count is None else count.bytes,
         wait_s=None,
         comm_s=None,
         overlapped_comm_s=None,

@@ -37,6 +37,7 @@ class Window:
     block_steps: int
     blocks: list[list[Any]] = field(default_factory=list)
     idle_before: list[bool] = field(default_factory=list)  # per block after the first: the device had run dry
+    _finished: list[float] = field(default_factory=list)
 
     def seconds(self) -> list[list[float]]:
         """Per block the seconds of each step, of this rank. The device must have passed every mark."""
@@ -45,6 +46,11 @@ class Window:
     def block_seconds(self, block: int) -> float:
         marks = self.blocks[block]
         return self.clock.seconds(marks[0], marks[-1])
+
+    def finished(self) -> list[float]:
+        """Seconds of every block but the one in flight; events are asked once, however many blocks there are."""
+        self._finished += [self.block_seconds(block) for block in range(len(self._finished), len(self.blocks) - 1)]
+        return self._finished
 
     @property
     def host_bound(self) -> bool:
@@ -141,7 +147,7 @@ def _another(window: Window, plan: Plan, ranks: Ranks, name: str) -> bool:
         window.clock.wait(window.blocks[-2][-1])
     if ranks.rank != 0:
         return ranks.read(f"{name}/{issued}") == "run"
-    goes_on = plan.wants(issued, [window.block_seconds(block) for block in range(issued - 1)])
+    goes_on = plan.wants(issued, window.finished())
     ranks.publish(f"{name}/{issued}", "run" if goes_on else "stop")
     return goes_on
 

@@ -26,6 +26,7 @@ FLAGS = {
     "power_limited": "a device's power limit is below its default",
     "unreadable_samples": "some samples could not be read, and neighbours took their places (environment.json)",
     "mixed_devices": "the ranks run on different device models",
+    "not_counted": "the untimed step that counts what is sent did not fit into memory: nobody checked the gradients",
     "gradients_not_reduced": "the gradients were not averaged over ranks: this is not data-parallel training",
     "parameters_disagree": "the ranks hold different weights: this is not data-parallel training",
 }
@@ -77,10 +78,9 @@ def _rows(s: dict[str, Any]) -> list[tuple[str, str]]:
     rows += _memory(s["peak_memory_gib"])
     rows.append(("waiting for data", f"{s['data_wait_s'] / s['window_s']:.2%} of the window"))
     if s["world_size"] > 1:
-        sent = sum(s["comm_bytes_per_step"].values())
-        rows.append(
-            ("communication", f"{s['syncs_per_step']} gradient reduction(s) per step, {sent / 1e6:,.2f} MB per rank")
-        )
+        if s["comm_bytes_per_step"] is not None:
+            sent = f"{sum(s['comm_bytes_per_step'].values()) / 1e6:,.2f} MB per rank"
+            rows.append(("communication", f"{s['syncs_per_step']} gradient reduction(s) per step, {sent}"))
         rows.append(
             (
                 "checked",

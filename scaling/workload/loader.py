@@ -85,9 +85,12 @@ def _targets(workload: Workload, made: Sequence[Tensors], samples: int) -> int:
                 f"synthetic({samples}, ...) gave `{name}` of shape {tuple(tensor.shape)}: the first is samples"
             )
     workload.module.eval()  # this forward is no training: batch statistics stay as they are
-    looked_at = made[:1] if workload.ours else made  # a forward takes seconds for large models on a host
     with torch.no_grad():
-        counts = [int(workload.loss(workload.module, tensors)[1]) for tensors in looked_at]
+        if workload.ours:  # every sample has as many: one tells, without the memory and the time of a whole batch
+            first = {name: tensor[:1] for name, tensor in made[0].items()}
+            counts = [samples * int(workload.loss(workload.module, first)[1])]
+        else:
+            counts = [int(workload.loss(workload.module, tensors)[1]) for tensors in made]
     workload.module.train()
     if counts[0] < 1 or len(set(counts)) > 1:
         raise ValueError(

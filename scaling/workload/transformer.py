@@ -13,7 +13,7 @@ from transformers.models.gpt2.modeling_gpt2 import GPT2Block
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from scaling.workload import IGNORED, Tensors, Workload, check_sizes
-from scaling.workload.attention import ATTENTION
+from scaling.workload.attention import ATTENTION, flash_takes_groups
 
 
 def gpt2(
@@ -31,6 +31,7 @@ def gpt2(
         resid_pdrop=dropout,
         embd_pdrop=dropout,
         attn_pdrop=dropout,
+        activation_function="gelu_pytorch_tanh",  # GPT-2's own formula, as one kernel
         use_cache=False,
         bos_token_id=None,
         eos_token_id=None,
@@ -70,6 +71,7 @@ def llama(
         max_position_embeddings=max(sequence_length, 131072),
         rms_norm_eps=1e-5,
         attention_dropout=dropout,
+        flash_takes_groups=flash_takes_groups(),
         use_cache=False,
         bos_token_id=None,
         eos_token_id=None,

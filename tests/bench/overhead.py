@@ -212,7 +212,7 @@ def make_source(config: TrainConfig, workload: Workload, world: World) -> Source
 
 def window_of(engine: Engine, source: Source, accumulation: int, world: World, max_steps: int) -> Window:
     """A timed window as the suite runs it, progress line included."""
-    loop = TrainingLoop(engine, source.batches, accumulation)
+    loop = TrainingLoop(engine, source.batches, accumulation, HostClock())
     plan = Plan.of(MeasureConfig(max_steps=max_steps, target_ci=1e-12), step_s=0.0)
     progress = Progress(Terminal(), enabled=world.rank == 0)
     for _ in range(3):
@@ -247,7 +247,7 @@ def make_arms(world: World, accumulation: int, micro_batch: int | None) -> tuple
     workloads = [build(config.model, world.device, config.seed) for _ in ARMS]
     source = make_source(config, workloads[0], world)
     ours = make_engine(config, workloads[0], world.device, world.size)
-    suite = SuiteLoop(TrainingLoop(ours, source.batches, accumulation))
+    suite = SuiteLoop(TrainingLoop(ours, source.batches, accumulation, HostClock()))
     again = make_source(config, workloads[0], world).batches  # the same batches from their start
     tensors = [next(again).tensors for _ in range(config.data.batches)]  # type: ignore[attr-defined]
     pairs = [(t["inputs"], t["targets"]) for t in tensors]
