@@ -177,6 +177,7 @@ def train(config: TrainConfig, sabotage: str | None, world: World) -> dict[str, 
         )
         engine.step()
         losses.append(float(sum(world.gather(loss))))
+    kept = [p.grad.untyped_storage().data_ptr() for p in workload.module.parameters() if p.grad is not None]
     end = {name: p.detach().clone() for name, p in workload.module.named_parameters()}
     agree = not disagreeing(world.gather(fingerprint(workload.module)))
     count = count_step(engine, lambda: next(source.batches), accumulation, world.size)
@@ -185,6 +186,7 @@ def train(config: TrainConfig, sabotage: str | None, world: World) -> dict[str, 
         "end": end,
         "losses": losses,
         "agree": agree,
+        "gradient_storages": len(set(kept)),
         "syncs": count.syncs,
         "bytes": count.bytes,
         "host_syncs": count.host_syncs,

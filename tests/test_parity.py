@@ -126,6 +126,15 @@ def test_ddp_reduces_every_gradient_once_per_step(
     assert case["reduced"] and case["agree"]
 
 
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_accumulating_ddp_keeps_its_gradients_in_the_buckets(
+    results: dict[int, dict[str, Case]], world_size: int
+) -> None:
+    accumulating, at_once = ("2x4-fixed", "8x1-fixed") if world_size == 1 else ("1x4-fixed", "4x1-fixed")
+    assert results[world_size][accumulating]["gradient_storages"] == 1  # all in the one bucket of so small a model
+    assert results[world_size][at_once]["gradient_storages"] == 0  # dropped: nothing to add to
+
+
 def test_nothing_in_a_step_makes_the_host_wait(results: dict[int, dict[str, Case]]) -> None:
     for cases in results.values():
         for name, case in cases.items():

@@ -57,12 +57,20 @@ class DDPEngine(_Replicas):
         if self.reduce_dtype != torch.float32:
             self._ddp.register_comm_hook(self.reduce_dtype, _reduce_as)
         self._forward = self._ddp
+        self._accumulates = False
 
     def accumulate(self, batch: Batch, *, last: bool) -> Tensor:
         if last:
             return self._backward(batch, self._world_size)
+        self._accumulates = True
         with self._ddp.no_sync():  # around the forward too: it is the forward that arms the reducer
             return self._backward(batch, self._world_size)
+
+    def _clear(self) -> None:
+        """With accumulation gradients stay where they are, in the buckets: dropped, the first micro-step would make
+        new ones beside these, as large as all parameters.
+        """
+        self._optimizer.zero_grad(set_to_none=not self._accumulates)
 
 
 def _reduce_as(dtype: torch.dtype, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:

@@ -54,4 +54,7 @@ class SingleEngine:
             scaler.step(self._optimizer)
             scaler.update()
             self.skipped = self.skipped + (scaler.scale(one) < before)
+        self._clear()
+
+    def _clear(self) -> None:
         self._optimizer.zero_grad(set_to_none=True)
