@@ -171,6 +171,8 @@ def _explain_one(line: CommandLine, overrides: list[Override], override: Overrid
         except (ConfigKeyError, ConfigAttributeError) as problem:  # inside a value that is itself a mapping
             key = str(problem.full_key)
         except OmegaConfBaseException as problem:
+            if isinstance(tree[key] if "." not in key else None, DictConfig):
+                return f"{text}: {key} is a group of keys, {', '.join(tree[key])}; write {key}.KEY=VALUE"
             return f"{text}: {str(problem).splitlines()[0]}"
     if owners := _owners(line, key, groups):
         return f"{text}: {key} belongs to {' and '.join(owners)}; here {_siblings(key, known)}"
@@ -200,9 +202,12 @@ def _owners(line: CommandLine, key: str, groups: dict[str, list[str]]) -> list[s
 
 def _near(word: str, known: list[str]) -> str:
     leaf = {k.split(".")[-1]: k for k in reversed(known)}
-    close = difflib.get_close_matches(word, known, n=2) or [
-        leaf[match] for match in difflib.get_close_matches(word.split(".")[-1], leaf, n=2)
-    ]
+    longer = [k for k in known if len(word) > 2 and k.startswith(word)]
+    close = (
+        longer[:3]
+        or difflib.get_close_matches(word, known, n=2)
+        or [leaf[match] for match in difflib.get_close_matches(word.split(".")[-1], leaf, n=2)]
+    )
     return f" (did you mean {' or '.join(close)}?)" if close else ""
 
 

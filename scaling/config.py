@@ -242,6 +242,8 @@ def _validate_groups(config: TrainConfig, world_size: int) -> None:
     if isinstance(config.data, ImagesConfig) and config.data.path is None:
         raise ValueError("data.path: data=images needs a folder of class folders: data.path=FOLDER")
     if isinstance(config.data, TextConfig | ImagesConfig):
+        if config.data.path == "":
+            raise ValueError("data.path= is empty; name a file or folder, or leave it out")
         _at_least("data.workers", config.data.workers, 0)
     if isinstance(config.data, SyntheticConfig):
         _at_least("data.batches", config.data.batches, 1)

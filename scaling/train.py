@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import sys
 from dataclasses import asdict
+from pathlib import Path
 
 import torch
 
 from scaling.command import repeat_command, run
-from scaling.config import SingleConfig, TextConfig, TrainConfig, digest
+from scaling.config import ImagesConfig, SingleConfig, TextConfig, TrainConfig, digest
 from scaling.endings import Watcher
 from scaling.engine.precision import check_precision
 from scaling.ranks import Launch, Refused
@@ -46,7 +47,7 @@ def main(config: TrainConfig, launch: Launch) -> int:
         from scaling.preparation import Setup
 
         if world.rank == 0:
-            store.write_config(run_dir, asdict(config), command)
+            store.write_config(run_dir, asdict(config), command, world.size)
         summary = measure(Setup(config, world, run_dir, command, progress))
         world.close()
     except Refused as mistake:
@@ -65,6 +66,10 @@ def main(config: TrainConfig, launch: Launch) -> int:
 def check_host(config: TrainConfig, device: torch.device) -> None:
     """Raise ValueError for what this host or its device cannot do."""
     check_precision(config.precision.name, device)
+    if isinstance(config.data, ImagesConfig):
+        from scaling.workload.images import check_folder
+
+        check_folder(Path(config.data.path or "").expanduser())
     if isinstance(config.data, TextConfig):
         from scaling.workload.text import text_files, text_path
 

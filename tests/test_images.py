@@ -165,6 +165,10 @@ def test_links_pipes_and_odd_names_are_no_trap(folder: Path) -> None:
         (lambda path: None, "holds no folders; images lie in one folder per class"),
         (lambda path: picture(path / "loose.png"), "holds no folders; images lie in one folder per class"),
         (lambda path: (path / "a").mkdir(), "no image in its 1 folders"),
+        (
+            lambda path: [(path / n / "cat").mkdir(parents=True) for n in ("train", "val")],
+            "no classes; is .*/train meant",
+        ),
         (lambda path: picture(path / "a" / "1.png"), "1 samples do not fill one global batch of 4"),
     ],
 )
@@ -184,7 +188,7 @@ def test_nothing_that_can_be_decoded_is_refused_at_once(folder: Path) -> None:
 
 
 def test_more_classes_than_the_model_has_are_refused_with_both_numbers(folder: Path) -> None:
-    with pytest.raises(ValueError, match=r"2 classes, but the model tells 1 apart.*model.args.classes=2"):
+    with pytest.raises(ValueError, match=r"2 classes, but the model tells 1 apart.*model.args.classes=2\)"):
         source(folder, classes=1)
 
 

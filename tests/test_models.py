@@ -237,8 +237,8 @@ def test_batch_statistics_are_known_from_the_model() -> None:
     [
         ("resnet_tiny", {"dropout": 0.1}, "model.dropout=0.1: a ResNet has none"),
         ("resnet_tiny", {"image_size": 16}, "model.image_size=16: must be at least 32"),
-        ("resnet_tiny", {"sequence_length": 8}, "does not take .*sequence_length"),
-        ("gpt_tiny", {"image_size": 64}, "does not take .*image_size"),
+        ("resnet_tiny", {"sequence_length": 8}, "model.sequence_length=8: .*resnet takes no sequence_length"),
+        ("gpt_tiny", {"image_size": 64}, "model.image_size=64: .*gpt2 takes no image_size"),
         ("bert_tiny", {"sequence_length": 129}, "model.sequence_length=129: this BERT has 128 positions"),
     ],
 )

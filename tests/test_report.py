@@ -818,3 +818,21 @@ def test_a_wrapper_that_gains_on_one_device_is_possible(tmp_path: Path) -> None:
     (row,) = scaling_rows(read_runs([tmp_path]))
     assert row.efficiency is not None and row.efficiency.low is not None and row.efficiency.low > 1
     assert not row.impossible
+
+
+def test_a_device_that_was_not_the_same_is_said_and_far_off_gives_no_ratio(tmp_path: Path) -> None:
+    # The largest matrix-product rate tells a host on which other work ran: 0.1 TFLOPS and then 0.08 or 0.05.
+    base = a_run(tmp_path / "base", matmul_tflops=0.1)
+    for rate, said, refused in ((0.095, False, False), (0.08, True, False), (0.05, True, True)):
+        run = a_run(tmp_path / f"run{rate}", world_size=2, matmul_tflops=rate)
+        assert any("not equally fast" in remark for remark in remarks(run, base)) is said, rate
+        assert any(reason.startswith("matmul_tflops") for reason in mismatches(run, base)) is refused, rate
+    assert not any("equally" in r for r in remarks(a_run(tmp_path / "none", world_size=2), base))
+
+
+def test_another_micro_batch_is_said_where_a_model_has_batch_statistics(tmp_path: Path) -> None:
+    base = a_run(tmp_path / "base", micro_batch_size=8, batch_statistics=True)
+    run = a_run(tmp_path / "run", world_size=2, micro_batch_size=4, batch_statistics=True)
+    assert "batch statistics over another micro-batch: not the same training" in remarks(run, base)
+    same = a_run(tmp_path / "same", world_size=2, micro_batch_size=8, batch_statistics=True)
+    assert not any("batch statistics" in remark for remark in remarks(same, base))

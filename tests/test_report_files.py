@@ -176,7 +176,9 @@ def test_every_run_has_a_row_with_every_field_of_the_record(tmp_path: Path) -> N
         "error.message",
         "refusals",
     ]
-    assert columns[8:10] == ["schema_version", "command"] and columns[-1] == "batch_statistics"
+    assert columns[8:10] == ["schema_version", "command"] and columns[-1].startswith("config.")
+    assert "batch_statistics" in columns
+    assert (rows["ddp4"]["config.optimizer.lr"], rows["ddp4"]["config.model.args.layers"]) == ("0.0001", "4")
     assert rows["ddp4"]["step_time_s.mean"] == "0.125"
     assert float(rows["ddp4"]["step_time_s.ci95.low"]) == 0.125 * (1 - 0.01)
     assert rows["ddp4"]["tflops_per_device"] == repr(32 * 0.1 / 0.125 / 4)

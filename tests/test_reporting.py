@@ -52,6 +52,9 @@ def summary(**changes: Any) -> dict[str, Any]:
         "strategy": "ddp",
         "precision": "bf16",
         "data": "synthetic",
+        "sequence_length": 1024,
+        "compile": False,
+        "checkpointing": False,
         "world_size": 8,
         "device_name": "NVIDIA H100 80GB HBM3",
         "threads": 1,
@@ -94,6 +97,18 @@ def printed(**changes: Any) -> str:
     with console.capture() as capture:
         print_run(summary(**changes), console)
     return capture.get()
+
+
+def test_what_tells_two_runs_apart_is_shown() -> None:
+    assert "gpt2, ddp, bf16, synthetic data, 1024 tokens\n" in printed()
+    images = printed(sequence_length=None, image_size=224, data="images", compile=True, checkpointing=True)
+    assert "gpt2, ddp, bf16, images data, 224 px, compile, checkpointing\n" in images
+    assert "655,360, padding included, in the loss" in printed(data="text-mixed")
+
+
+def test_a_step_that_was_not_counted_is_no_communication() -> None:
+    text = printed(comm_bytes_per_step=None, syncs_per_step=None, gradients_reduced=None)
+    assert "communication" not in text and "gradients reduced: not checked" in text
 
 
 def test_the_table_shows_the_numbers_with_their_units_and_scope() -> None:

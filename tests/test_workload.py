@@ -148,8 +148,31 @@ def test_a_target_that_is_no_workload_is_named(target: str, message: str) -> Non
         build(ModelConfig("m", target), CPU, 0)
 
 
+def with_width(width: int, dropout: float, depth: int = 1) -> Workload:
+    return own(torch.nn.Linear(width, width), None)
+
+
+@pytest.mark.parametrize(
+    ("args", "changes", "message"),
+    [
+        ({}, {}, "with_width needs `width`: give model.args.width=..."),
+        ({"widht": 3}, {}, "model.args.widht: .*takes no such argument; did you mean width\\? it takes width, depth"),
+        ({"width": 3}, {"sequence_length": 9}, "model.sequence_length=9: .*with_width takes no sequence_length"),
+    ],
+)
+def test_arguments_of_a_users_function_are_checked_by_name(
+    args: dict[str, Any], changes: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        build(ModelConfig("m", f"{__name__}:with_width", args=args, **changes), CPU, 0)
+    assert build(ModelConfig("m", f"{__name__}:with_width", args={"width": 2}), CPU, 0).parameters == 6
+
+
 def test_arguments_that_a_target_does_not_take_are_named() -> None:
-    with pytest.raises(ValueError, match=r"does not take .*layer"):
+    with pytest.raises(
+        ValueError,
+        match=r"model.args.layer: .*gpt2 takes no such argument; did you mean layers\? it takes layers, hidden_size",
+    ):
         build(model("gpt_tiny", args={"layer": 1}), CPU, 0)
     for wrong in (0, "many"):
         with pytest.raises(ValueError, match=f"model.args.layers={wrong}: must be a whole number"):

@@ -28,6 +28,9 @@ SUMMARY_FIELDS = (
     "cores_per_rank",
     "channels_last",
 )
+# The largest matrix-product rate is a property of the device. Cards of one model scatter by a few percent, and busy
+# ranks of one host slow each other; a host on which other work runs shows here first.
+EQUAL_RATES, COMPARABLE_RATES = 1.1, 1.5
 TRANSPORT_VARIABLES = ("NCCL_", "GLOO_")
 # None here is no other setting: nothing to gather or to reduce, a package unused, a layout that no record had yet.
 NONE_MATCHES = ("parameter_dtype", "gather_dtype", "reduce_dtype", "versions.deepspeed", "channels_last")
@@ -36,7 +39,18 @@ NONE_MATCHES = ("parameter_dtype", "gather_dtype", "reduce_dtype", "versions.dee
 # the summary (`threads: null` and `threads: 1` may be the same run).
 CONFIG_IGNORED = frozenset(
     {
-        *("command", "output_dir", "run_dir", "tracking", "timeout_s", "cluster", "study", "experiment"),
+        *(
+            "command",
+            "folder",
+            "world_size",
+            "output_dir",
+            "run_dir",
+            "tracking",
+            "timeout_s",
+            "cluster",
+            "study",
+            "experiment",
+        ),
         *("device", "threads", "batch", "link", "compile", "checkpointing"),
         *("model.name", "model.sequence_length", "model.micro_batch_size", "strategy.name", "data.name"),
         *("precision.name", "precision.reduce", "optimizer.name"),
@@ -63,6 +77,10 @@ def mismatches(run: Run, base: Run, apart: str | None = None) -> list[str]:
         if _unknown(name, run) or _unknown(name, base):
             continue  # `refusals` says so once, instead of once per field
         reasons.append(f"{name} {_show(value)} vs {_show(against)}")
+    if (rates := _matmul_rates(run, base)) and max(rates) > COMPARABLE_RATES * min(rates):
+        reasons.append(
+            f"matmul_tflops {rates[0]:.3g} vs {rates[1]:.3g}, so that the device itself was another or disturbed"
+        )
     return reasons + _transport(run, base)
 
 
@@ -132,9 +150,19 @@ def remarks(run: Run, base: Run, role: str = "baseline") -> list[str]:
         said.append("nobody checked that parameters agree")
     if run.summary and run.summary["batch_statistics"] and run.micro_batch_size != base.micro_batch_size:
         said.append("batch statistics over another micro-batch: not the same training")
+    if (rates := _matmul_rates(run, base)) and max(rates) > EQUAL_RATES * min(rates):
+        said.append(
+            f"the device itself was not equally fast: matrix products at {rates[0]:.3g} vs {rates[1]:.3g} TFLOPS"
+        )
     if others := other_hosts(run, base):
         said.append(f"{role} ran on another host ({', '.join(others)})")
     return said
+
+
+def _matmul_rates(run: Run, base: Run) -> tuple[float, float] | None:
+    """TFLOPS of plain matrix products that each run measured on its device, if both did."""
+    rates = [one.summary["matmul_tflops"] for one in (run, base) if one.summary and one.summary["matmul_tflops"]]
+    return (rates[0], rates[1]) if len(rates) == 2 else None
 
 
 def other_hosts(run: Run, base: Run) -> list[str]:

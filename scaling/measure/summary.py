@@ -170,6 +170,7 @@ def compose(
         energy_j=total_energy(facts.telemetry),
         clock_mhz=lowest_clock(facts.telemetry),
         telemetry=facts.telemetry if any(facts.telemetry) else None,
+        image_size=workload.image_size,
         channels_last=workload.channels_last,
         batch_statistics=workload.batch_statistics,
         flags=timing.flags + facts.flags,

@@ -128,9 +128,24 @@ def _line(message: object) -> str:
     return text if len(text) <= 160 else f"{text[:157]}..."
 
 
+def setting(summary: dict[str, Any]) -> str:
+    """Say what is trained in which way: all that tells two runs of one model and strategy apart but their batch."""
+    sizes = {"tokens": summary["sequence_length"], "px": summary.get("image_size")}
+    parts = [summary["precision"], f"{summary['data']} data"]
+    parts += [f"{size} {unit}" for unit, size in sizes.items() if size is not None]
+    return ", ".join(parts + [name for name in ("compile", "checkpointing") if summary[name]])
+
+
+def _setting(run: Run) -> str:
+    if run.summary is not None:
+        return setting(run.summary)
+    return ", ".join(str(name) for group in ("precision", "data") if (name := run.group(group).get("name")))
+
+
 SPEED = (
     Column("model", lambda run: run.model, words=10),
     Column("strategy", lambda run: run.strategy, words=8),
+    Column("setting", _setting, words=15),
     Column("N", lambda run: text(run.world_size)),
     Column("micro x acc\n(global)", batch),
     Column("step time\nms", _step_time),

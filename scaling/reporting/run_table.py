@@ -8,7 +8,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from scaling.reporting.columns import milliseconds, number, percent
+from scaling.reporting.columns import milliseconds, number, percent, setting
 
 # What each flag means for the number beside it.
 FLAGS = {
@@ -56,7 +56,7 @@ def _rows(s: dict[str, Any]) -> list[tuple[str, str]]:
     batch = f"{s['micro_batch_size']} x {s['accumulation_steps']} x {s['world_size']}"
     warm = f"{s['warmup_steps']} warm-up steps before"
     rows = [
-        ("run", f"{s['model']}, {s['strategy']}, {s['precision']}, {s['data']} data"),
+        ("run", f"{s['model']}, {s['strategy']}, {setting(s)}"),
         ("devices", _devices(s)),
         ("batch", f"{batch} = {s['global_batch_size']} samples per step (micro x accumulation x ranks)"),
         (
@@ -69,7 +69,8 @@ def _rows(s: dict[str, Any]) -> list[tuple[str, str]]:
     if s["tokens_per_s"] is not None:
         targets = s["target_tokens_per_s"]
         in_loss = "" if targets is None else f", in the loss {targets:,.0f}"
-        rows.append(("tokens/s", f"{s['tokens_per_s']:,.0f}{in_loss}"))
+        padding = ", padding included" if s["data"] == "text-mixed" else ""
+        rows.append(("tokens/s", f"{s['tokens_per_s']:,.0f}{padding}{in_loss}"))
     if s["tflops_per_device"] is not None:
         rows.append(
             ("TFLOPS/device", f"{s['tflops_per_device']:.4g} ({number(s['flops_per_step'] / 1e9)} GFLOP per step)")
@@ -99,7 +100,7 @@ def _limits(s: dict[str, Any]) -> list[tuple[str, str]]:
         rows.append(("MFU", f"{percent(s['mfu'])} of {s['peak_tflops']:.4g} TFLOPS dense{recomputed}"))
     if s["matmul_share"] is not None:
         largest = f"{s['matmul_tflops']:.4g} TFLOPS, the largest matrix-product rate measured on the device"
-        rows.append(("of matmul rate", f"{percent(s['matmul_share'])} of {largest}"))
+        rows.append(("share of matmul", f"{percent(s['matmul_share'])} of {largest}"))
     if s["energy_j"] is not None:
         samples = s["samples_per_s"] * s["window_s"]
         rows.append(("energy", f"{number(s['energy_j'] / samples)} J per sample, {number(s['energy_j'])} J in all"))

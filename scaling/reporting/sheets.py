@@ -36,14 +36,22 @@ FORMULA = ("=", "+", "-", "@", "\t", "\r")  # what a spreadsheet takes as the st
 def runs_sheet(runs: Sequence[Run]) -> str:
     """Write one row per run, whatever became of it, with every field of the record in the record's order.
 
-    A field that holds a mapping has a column per key, of whatever run has it; telemetry is JSON.
+    A field that holds a mapping has a column per key, of whatever run has it; telemetry is JSON. What was configured
+    follows, as `config.KEY`.
     """
     records = {run.path: dict(_fields(run)) for run in runs}
+    configs = {run.path: {key: _plain(value) for key, value in _flat("config", run.config)} for run in runs}
     columns = list(RUNS_HEAD)
     for name, hint in get_type_hints(Summary).items():
         if name not in RUNS_HEAD:
             columns += _columns(name, hint, records.values())
-    return _sheet(columns, [records[run.path] | _head(run) for run in runs])
+    columns += dict.fromkeys(key for config in configs.values() for key in config)
+    return _sheet(columns, [records[run.path] | configs[run.path] | _head(run) for run in runs])
+
+
+def _plain(value: Any) -> Any:
+    """A cell: lists, as of a ResNet's depths, become JSON."""
+    return _json(value) if isinstance(value, list | dict) else value
 
 
 def _head(run: Run) -> Cells:

@@ -66,8 +66,10 @@ class Run:
 
     @property
     def world_size(self) -> int | None:
-        """Ranks of the job; of a run without a summary, as many as the environment has devices."""
-        return self._count("world_size", len(as_list(self.environment.get("devices"))) or None)
+        """Ranks of the job; of a run without a summary, as many as were started."""
+        return self._count(
+            "world_size", self.config.get("world_size") or len(as_list(self.environment.get("devices"))) or None
+        )
 
     @property
     def micro_batch_size(self) -> int | None:

@@ -54,9 +54,10 @@ def _key(run_dir: str | None) -> str:
     return "output_dir" if run_dir is None else "run_dir"
 
 
-def write_config(run_dir: Path, config: dict[str, Any], command: str) -> None:
-    """`config.yaml`: the resolved config, and the command that repeats the run."""
-    text = yaml.safe_dump(config | {"command": command}, sort_keys=False, allow_unicode=True)
+def write_config(run_dir: Path, config: dict[str, Any], command: str, world_size: int) -> None:
+    """`config.yaml`: the resolved config, the ranks, and the command that repeats the run in the folder named there."""
+    started = {"world_size": world_size, "command": command, "folder": str(Path.cwd())}
+    text = yaml.safe_dump(config | started, sort_keys=False, allow_unicode=True)
     _write(run_dir / "config.yaml", text)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
+import difflib
 import hashlib
 import importlib
 import inspect
@@ -39,7 +39,8 @@ class Workload:
 
     `loss(module, tensors)` gives (sum of the loss terms, their count), with the sample as the first dimension of every
     tensor; `synthetic(n, generator)` gives the tensors of n samples on the generator's device, with the same count each
-    time; `block_types` are the layers to shard or checkpoint one by one. What follows says which data fit.
+    time. `block_types` are the layers to shard or to recompute one by one, as `checkpointing`
+    does. What follows says which data fit.
 
     Sequences of tokens have a `sequence_length` and a `vocabulary`, and come as int64 `inputs` and `targets`, [samples,
     positions]; with a `mask_token` the targets are the tokens that it hides, without one the next tokens. Images have
@@ -49,7 +50,7 @@ class Workload:
     module: nn.Module
     loss: Callable[[nn.Module, Tensors], tuple[Tensor, int | Tensor]]
     synthetic: Callable[[int, torch.Generator], Tensors]
-    block_types: tuple[type[nn.Module], ...]
+    block_types: tuple[type[nn.Module], ...] = ()
     sequence_length: int | None = None
     vocabulary: int | None = None
     mask_token: int | None = None
@@ -72,14 +73,8 @@ class Workload:
 def build(model: ModelConfig, device: torch.device | str, seed: int) -> Workload:
     """The workload with weights drawn from `seed` on `device`, the same on every rank. Raises ValueError."""
     function = _resolve(model.target)
-    sizes = {"sequence_length": model.sequence_length, "image_size": model.image_size}
-    arguments = dict(model.args) | {"dropout": model.dropout}
-    arguments |= {name: size for name, size in sizes.items() if size is not None}
-    try:
-        with contextlib.suppress(ValueError):  # a builtin may have no signature
-            inspect.signature(function).bind(**arguments)
-    except TypeError as error:
-        raise ValueError(f"model.target={model.target} does not take {', '.join(arguments)}: {error}") from error
+    own = {"dropout": model.dropout or None, "sequence_length": model.sequence_length, "image_size": model.image_size}
+    arguments = dict(model.args) | _check_arguments(function, model, own)
     torch.manual_seed(seed)
     with torch.device(device):
         workload = function(**arguments)
@@ -91,6 +86,36 @@ def build(model: ModelConfig, device: torch.device | str, seed: int) -> Workload
         if parameter.requires_grad and parameter.dtype != torch.float32:
             raise ValueError(f"model.target={model.target}: `{name}` is {parameter.dtype}; master weights are float32")
     return replace(workload, ours=is_ours(model.target))
+
+
+def _check_arguments(function: Callable[..., Any], model: ModelConfig, own: Mapping[str, Any]) -> dict[str, Any]:
+    """Which of our `own` arguments the function gets: those that are given, and a dropout of 0 if it takes one.
+
+    Raises ValueError for an argument that it does not take, or does not get.
+    """
+    given = {name: value for name, value in own.items() if value is not None}
+    try:
+        parameters = inspect.signature(function).parameters
+    except ValueError:  # a builtin may have no signature
+        return given
+    named = [name for name, p in parameters.items() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    open_ended = any(p.kind == p.VAR_KEYWORD for p in parameters.values())
+    if open_ended or "dropout" in named:
+        given["dropout"] = model.dropout
+    for name in (name for name in given if not open_ended and name not in named):
+        raise ValueError(f"model.{name}={given[name]}: {model.target} takes no {name}")
+    taken = [name for name in named if name not in own]
+    for name in (name for name in model.args if not open_ended and name not in taken):
+        close = difflib.get_close_matches(name, taken, n=1)
+        hint = f"did you mean {close[0]}? " if close else ""
+        raise ValueError(
+            f"model.args.{name}: {model.target} takes no such argument; {hint}it takes {', '.join(taken) or 'none'}"
+        )
+    for name in named:
+        if parameters[name].default is inspect.Parameter.empty and name not in {*model.args, *given}:
+            where = f"model.{name}" if name in own else f"model.args.{name}"
+            raise ValueError(f"{model.target} needs `{name}`: give {where}=...")
+    return given
 
 
 def check_sizes(**sizes: object) -> None:

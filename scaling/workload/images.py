@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".webp", ".tif", ".tiff", ".gif", ".ppm", ".pgm")
+SPLITS = frozenset({"train", "training", "val", "valid", "validation", "test", "testing"})
 AREA = (0.08, 1.0)  # of a crop, as a share of the image: Szegedy et al., "Going Deeper with Convolutions", 2015
 RATIO = (3 / 4, 4 / 3)  # width over height
 TRIES = 10  # to draw a crop that lies inside the image
@@ -70,13 +71,23 @@ def _names(names: tuple[str, ...], most: int = 5) -> str:
     return "".join(letter if letter.isprintable() else "?" for letter in shown)
 
 
+def check_folder(root: Path) -> None:
+    """Raise ValueError unless there is such a folder."""
+    if not root.is_dir():
+        where = "" if root.is_absolute() else f" in {Path.cwd()}"
+        raise ValueError(f"data.path={root}: {'is a file' if root.exists() else f'no such folder{where}'}")
+
+
 def find_images(root: Path) -> Folder:
     """Every image below the class folders of `root`, sorted by path. Raises ValueError in one line."""
-    if not root.is_dir():
-        raise ValueError(f"data.path={root}: {'is a file' if root.exists() else 'no such folder'}")
+    check_folder(root)
     classes = sorted(entry.name for entry in os.scandir(root) if entry.is_dir() and not entry.name.startswith("."))
     if not classes:
         raise ValueError(f"data.path={root}: holds no folders; images lie in one folder per class")
+    if SPLITS.issuperset(classes):
+        raise ValueError(
+            f"data.path={root}: holds {', '.join(classes)}, no classes; is data.path={root / classes[0]} meant?"
+        )
     paths: list[bytes] = []
     labels: list[int] = []
     empty: list[str] = []

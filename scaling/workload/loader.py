@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import os
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -102,7 +103,8 @@ def _targets(workload: Workload, made: Sequence[Tensors], samples: int) -> int:
 def _text(data: TextConfig, batch: BatchConfig, workload: Workload, seed: int, place: Place) -> Source:
     if workload.vocabulary is None or workload.sequence_length is None or workload.vocabulary < BYTES:
         raise ValueError(
-            f"data=text gives {BYTES} different tokens, but the model takes {workload.vocabulary or 'none'}"
+            f"data=text gives {BYTES} different tokens, but the model takes {workload.vocabulary or 'none'}; "
+            "gpt, llama and bert models take text, and a Workload of yours with sequence_length and vocabulary"
         )
     content = read_text(text_path(data.path))
     text = Text(content, workload.sequence_length, data.lengths == "mixed", seed, workload.mask_token)
@@ -114,13 +116,16 @@ def _text(data: TextConfig, batch: BatchConfig, workload: Workload, seed: int, p
 
 def _images(data: ImagesConfig, batch: BatchConfig, workload: Workload, seed: int, place: Place) -> Source:
     if workload.image_size is None or workload.classes is None:
-        raise ValueError("data=images gives images, but the model takes none; resnet50 and resnet_tiny do")
+        raise ValueError(
+            "data=images gives images, but the model takes none; resnet50 and resnet_tiny do, and a Workload of yours "
+            "with image_size and classes"
+        )
     assert data.path is not None
     folder = find_images(Path(data.path).expanduser())
     if len(folder.classes) > workload.classes:
         raise ValueError(
             f"data.path={data.path}: {len(folder.classes)} classes, but the model tells {workload.classes} apart; "
-            f"give it as many: model.args.classes={len(folder.classes)}"
+            f"give it as many (resnet50: model.args.classes={len(folder.classes)})"
         )
     images = Images(folder, workload.image_size, bool(workload.channels_last), seed)
     order = Order(len(images), batch.sizes[2], seed)
@@ -141,6 +146,8 @@ def _batches(
 ) -> Iterator[Batch]:
     mine = functools.partial(micro_batch, rank=place.rank, world_size=place.world_size, accumulation_steps=accumulation)
     plan = (mine(order.step(step), micro_step=m) for step in itertools.count() for m in range(accumulation))
+    # torch says once per rank, at length, what `preparation` has said in one line.
+    warnings.filterwarnings("ignore", message="This DataLoader will create")
     # A sampler that hands out index lists as single "indices", so that a worker gathers a micro-batch at once.
     loader = DataLoader(
         cast("Dataset[Tensors]", samples),

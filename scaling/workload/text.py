@@ -89,7 +89,8 @@ def text_path(path: str | None) -> Path:
 def text_files(path: Path) -> list[Path]:
     """The file itself, or every file below the folder, sorted by path. Raises ValueError."""
     if not path.exists():
-        raise ValueError(f"data.path={path}: no such file or folder")
+        where = "" if path.is_absolute() else f" in {Path.cwd()}"
+        raise ValueError(f"data.path={path}: no such file or folder{where}")
     if path.is_file():
         return [path]
     found = []
