@@ -15,8 +15,9 @@ from scaling.measure.loop import TrainingLoop
 from scaling.ranks import hosts, place_on_machine
 from scaling.reporting.progress import Progress
 from scaling.results import store
-from scaling.workload import Workload, build, check_loss, source_digest
+from scaling.workload import Workload, build, source_digest
 from scaling.workload.checkpointing import checkpoint_blocks
+from scaling.workload.contract import check_loss
 from scaling.workload.flops import count_flops
 from scaling.workload.layout import lay_out
 from scaling.workload.loader import Place, Source, open_source
@@ -89,6 +90,11 @@ def times(value: int | None, factor: int) -> int | None:
 def _build(config: TrainConfig, world: World, allowed_cores: list[int]) -> tuple[Workload, Source]:
     workload = build(config.model, world.device, config.seed)
     workload = lay_out(workload, config.model.channels_last, world.device, config.precision.name)
+    if workload.batch_statistics and workload.ours and config.batch.sizes[0] == 1 and (workload.image_size or 0) <= 32:
+        raise ValueError(
+            f"batch.micro_batch_size=1: at model.image_size={workload.image_size} the last layers see one pixel of one "
+            "image, and batch normalisation needs more than one value; use 2, or larger images"
+        )
     if not workload.ours:
         check_loss(workload, world.device)
     if config.checkpointing:

@@ -500,3 +500,10 @@ def test_a_second_thread_waits_until_the_first_has_its_error_written(
     second.join(5)
     assert wrote == [("oom", True), ("terminated", False)]
     assert [path.name for path in tmp_path.iterdir()] == ["error.json"]
+
+
+def test_a_loader_worker_that_was_killed_is_killed() -> None:
+    from scaling.endings import classify
+
+    said = "DataLoader worker (pid 4242) is killed by signal: Killed. "
+    assert classify(RuntimeError(said)) == "killed"

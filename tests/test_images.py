@@ -183,7 +183,7 @@ def test_folders_without_images_are_refused(tmp_path: Path, prepare: Any, messag
 def test_nothing_that_can_be_decoded_is_refused_at_once(folder: Path) -> None:
     for file in folder.glob("*/*.png"):
         file.write_bytes(b"PNG?")
-    with pytest.raises(ValueError, match=r"12 images in a row cannot be decoded, from (cat|dog)/\d.png on"):
+    with pytest.raises(ValueError, match=r"none of 12 images can be decoded, (cat|dog)/\d.png for one"):
         source(folder)
 
 
@@ -210,3 +210,36 @@ def test_an_image_larger_than_pillow_allows_is_broken_not_fatal(folder: Path, mo
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 60_000)  # Pillow refuses twice as many
     tensors = Images(find_images(folder), 32)[np.array([0])]
     assert tensors["unreadable"].tolist() == [0]
+
+
+def test_deep_grey_is_scaled_and_not_clipped_to_white(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    Image.fromarray(np.full((40, 40), 128 * 256 + 7, dtype=np.uint16)).save(tmp_path / "a" / "deep.png")
+    Image.fromarray(np.full((40, 40), 0.5, dtype=np.float32)).save(tmp_path / "a" / "float.tif")
+    tensors = Images(find_images(tmp_path), 32)[np.array([0, 1])]
+    assert tensors["images"].unique().tolist() == [128]
+    assert tensors["unreadable"].tolist() == [1]  # a float has no white
+
+
+def test_the_digest_sees_other_files_under_the_same_names(folder: Path) -> None:
+    before = find_images(folder).digest
+    picture(folder / "cat" / "0.png", (1, 2, 3), size=(640, 480))
+    assert find_images(folder).digest != before
+
+
+def test_any_number_of_broken_files_in_a_row_is_bridged(tmp_path: Path) -> None:
+    picture(tmp_path / "a" / "0.png")
+    for i in range(1, 150):
+        (tmp_path / "a" / f"{i:03}.jpg").touch()
+    tensors = Images(find_images(tmp_path), 32)[np.array([1])]
+    assert len(tensors["unreadable"]) == 149
+
+
+def test_half_of_the_crops_are_mirrored(tmp_path: Path) -> None:
+    ramp = np.tile(np.arange(200, dtype=np.uint8), (200, 1))  # dark on the left
+    (tmp_path / "a").mkdir()
+    for i in range(60):
+        Image.fromarray(ramp).save(tmp_path / "a" / f"{i:02}.png")
+    images = Images(find_images(tmp_path), 32)[np.arange(60)]["images"].float()
+    mirrored = (images[:, 0, :, 0].mean(dim=1) > images[:, 0, :, -1].mean(dim=1)).sum()
+    assert 15 <= int(mirrored) <= 45

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -110,6 +111,91 @@ def test_an_accelerator_is_measured_once_per_device_and_precision(
     assert len(list((tmp_path / "new").iterdir())) == 3
 
 
+def test_the_best_round_counts(products: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, _ = products
+    quick, disturbed = torch.mm, itertools.count()
+
+    def mm(a: torch.Tensor, b: torch.Tensor, *, out: torch.Tensor) -> torch.Tensor:
+        clock.now += 0.5 * (next(disturbed) % 7 == 0)  # something else runs now and then
+        return quick(a, b, out=out)
+
+    monkeypatch.setattr(torch, "mm", mm)
+    monkeypatch.setattr(matmul, "ROUND_S", 0.0)  # rounds of one product
+    rate = matmul_rate(FP32, CPU, clock)
+    assert rate is not None and rate.flops_per_s == pytest.approx(2 * 1024**3 / 0.01)
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [("fp32", torch.float32), ("tf32", torch.float32), ("bf16", torch.bfloat16), ("fp16", torch.float16)],
+)
+def test_the_factors_have_the_type_of_the_precision(
+    name: str, dtype: torch.dtype, products: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock, _ = products
+    quick, seen = torch.mm, set()
+
+    def mm(a: torch.Tensor, b: torch.Tensor, *, out: torch.Tensor) -> torch.Tensor:
+        seen.add((a.dtype, b.dtype, b.is_contiguous(), torch.backends.cudnn.allow_tf32))
+        return quick(a, b, out=out)
+
+    monkeypatch.setattr(torch, "mm", mm)
+    matmul_rate(Precision(name, "cpu", torch.float32), CPU, clock)
+    assert seen == {(dtype, dtype, whole, name == "tf32") for whole in (True, False)}  # plain, and as a linear layer
+    FP32.apply()
+
+
+def test_a_rate_that_memory_cut_short_is_not_kept(
+    products: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock, _ = products
+    monkeypatch.setattr(matmul, "device_uuid", lambda device: "aaaa")
+    plain = torch.randn
+
+    def randn(*shape: Any, **kwargs: Any) -> torch.Tensor:
+        if shape[0] > 512:
+            raise torch.OutOfMemoryError("full")
+        return plain(*shape, **kwargs)
+
+    with monkeypatch.context() as full:
+        full.setattr(torch, "randn", randn)
+        short = matmul_rate(FP32, CPU, clock, tmp_path)
+    whole = matmul_rate(FP32, CPU, clock, tmp_path)
+    assert short is not None and whole is not None
+    assert (short.size, whole.size) == (512, 1024)
+
+
+@pytest.mark.parametrize("change", ["driver", "power_limit_w", "torch"])
+def test_another_driver_limit_or_torch_is_measured_again(
+    change: str, products: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock, sizes = products
+    monkeypatch.setattr(matmul, "device_uuid", lambda device: "aaaa")
+    conditions = {"driver": "550", "power_limit_w": 700.0}
+    matmul_rate(FP32, CPU, clock, tmp_path, conditions)
+    before = len(sizes)
+    if change == "torch":
+        monkeypatch.setattr(torch, "__version__", "9.9")
+    else:
+        conditions = conditions | {change: 350.0}
+    matmul_rate(FP32, CPU, clock, tmp_path, conditions)
+    assert len(sizes) > before
+
+
+@pytest.mark.parametrize("rate", ['"abc"', "0", "NaN", "-5.0", "Infinity", "null"])
+def test_a_rate_in_the_cache_that_is_none_is_measured_again(
+    rate: str, products: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock, _ = products
+    monkeypatch.setattr(matmul, "device_uuid", lambda device: "aaaa")
+    first = matmul_rate(FP32, CPU, clock, tmp_path)
+    assert first is not None
+    file = next(tmp_path.iterdir())
+    file.write_text(file.read_text().replace(f'"flops_per_s": {first.flops_per_s}', f'"flops_per_s": {rate}'))
+    again = matmul_rate(FP32, CPU, clock, tmp_path)
+    assert again is not None and again.flops_per_s == pytest.approx(first.flops_per_s)
+
+
 @pytest.mark.parametrize("content", ["", "{}", "[1]", '{"key": {}, "rate": {"flops_per_s": 1}}'])
 def test_a_cache_that_is_not_ours_is_measured_again(
     content: str, products: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -138,3 +224,11 @@ def test_a_cache_that_cannot_be_written_is_none(products: Any, tmp_path: Path, m
 def test_the_cache_follows_xdg() -> None:
     assert cache_folder({"XDG_CACHE_HOME": "/x"}) == Path("/x/scaling")
     assert cache_folder({}) == Path("~/.cache/scaling").expanduser()
+
+
+def test_a_user_without_a_home_has_no_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    def nobody(path: Path) -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(Path, "expanduser", nobody)
+    assert cache_folder({}) is None

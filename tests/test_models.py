@@ -255,9 +255,24 @@ def test_sizes_that_do_not_fit_the_model_are_refused(name: str, changes: dict[st
         ("bert_tiny", "vocabulary", 256, "vocabulary=256: must hold 256 bytes and a token that masks them"),
         ("resnet_tiny", "block", "wide", "block=wide: choose one of basic, bottleneck"),
         ("resnet_tiny", "depths", [1, 1], "2 depths for 4 channels"),
+        ("resnet_tiny", "depths", 3, "depths=3 and channels=.* have to be lists"),
+        ("resnet_tiny", "block", ["basic"], "choose one of basic, bottleneck"),
+        ("resnet50", "channels", [255, 512, 1024, 2048], "a bottleneck has a quarter of them inside"),
+        ("llama_tiny", "rope", 3, "model.args.rope=3: has to hold rope_type"),
+        ("llama_tiny", "tied_embeddings", "maybe", "tied_embeddings=maybe: has to be true or false"),
+        ("llama_tiny", "hidden_size", 12, r"a head of 3 \(hidden_size / heads\) has to be even"),
         ("resnet_tiny", "depths", [1, 1, 1, True], "depths=True: must be a whole number"),
     ],
 )
 def test_arguments_that_make_no_model_are_named(name: str, argument: str, value: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         build(model(name, args=model(name).args | {argument: value}), "meta", 0)
+
+
+def test_images_are_normalised_as_published_resnets_want_it() -> None:
+    module: Any = build(model("resnet_tiny"), CPU, 0).module.eval()
+    seen: list[Tensor] = []
+    module.network.register_forward_pre_hook(lambda _, given: seen.append(given[0]))
+    colour = torch.tensor([[0.485, 0.456, 0.406], [0.485 + 0.229, 0.456 + 0.224, 0.406 + 0.225]]) * 255
+    module(colour.round().to(torch.uint8)[:, :, None, None].expand(2, 3, 64, 64))
+    assert torch.allclose(seen[0].mean(dim=(2, 3)), torch.tensor([[0.0] * 3, [1.0] * 3]), atol=0.01)

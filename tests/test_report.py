@@ -324,12 +324,16 @@ def test_the_baseline_of_the_same_machine_is_taken(tmp_path: Path) -> None:
         ({"gradients_reduced": False}, "gradients were not reduced"),
         ({"parameters_agree": False}, "parameters differ between ranks"),
         ({"mfu": 1.04}, "impossible: MFU 104.0 % is above 100 %"),
-        ({"hfu": 1.04}, "impossible: HFU 104.0 % is above 100 %"),
+        ({"mfu": 0.9, "hfu": 1.04}, "impossible: HFU 104.0 % is above 100 %"),
         (
             {"matmul_share": 1.06},
             "impossible: share of matmul 106.0 % is above the rate measured on the device itself",
         ),
         ({"mfu": 0.4, "hfu": 0.3}, "hfu 0.3 is below mfu 0.4"),
+        ({"hfu": 0.3}, "hfu 0.3 without an mfu"),
+        ({"tflops_per_device": 6.7}, "tflops_per_device 6.7 is not 8, its FLOPs over its time"),
+        ({"data_wait_s": -5.0}, "data_wait_s -5 is not within window_s 5"),
+        ({"energy_j": -1e9}, "energy_j -1e+09 is below 0"),
         ({"mfu": 0.4, "peak_tflops": 16.0}, "mfu 0.4 is not 8 TFLOPS per device / peak_tflops 16"),
         (
             {"matmul_share": 0.6, "matmul_tflops": 16.0},
@@ -836,3 +840,33 @@ def test_another_micro_batch_is_said_where_a_model_has_batch_statistics(tmp_path
     assert "batch statistics over another micro-batch: not the same training" in remarks(run, base)
     same = a_run(tmp_path / "same", world_size=2, micro_batch_size=8, batch_statistics=True)
     assert not any("batch statistics" in remark for remark in remarks(same, base))
+
+
+def test_the_same_data_may_lie_anywhere_and_other_data_under_one_name_is_told_apart(tmp_path: Path) -> None:
+    def run(name: str, path: str, digest: str) -> Run:
+        config = CONFIG | {"data": {"name": "images", "path": path, "workers": 4}}
+        return a_run(tmp_path / name, config=config, environment=ENVIRONMENT | {"data": {"digest": digest}})
+
+    here, there, other = run("a", "photos", "1"), run("b", "/data/photos", "1"), run("c", "photos", "2")
+    assert mismatches(here, there) == []
+    assert mismatches(here, other) == ["data.digest 1 vs 2"]
+
+
+@pytest.mark.parametrize(
+    "changes", [{"flops_per_step": 10**400}, {"window_s": 5e-324}, {"samples_per_s": 5e-324}, {"parameters": 10**400}]
+)
+def test_a_number_that_no_machine_gives_hides_no_other_run(tmp_path: Path, changes: dict[str, Any]) -> None:
+    a_run(tmp_path / "good")
+    a_run(tmp_path / "odd")
+    summary = json.loads((tmp_path / "odd" / "summary.json").read_text()) | changes
+    (tmp_path / "odd" / "summary.json").write_text(json.dumps(summary))
+    odd = read_run(tmp_path / "odd")
+    assert odd.summary is None and odd.problem is not None and odd.problem.startswith("summary.json: ")
+    assert "good" in render(read_runs([tmp_path]), PIPED, colour=False)
+
+
+def test_a_config_that_holds_itself_is_skipped(tmp_path: Path) -> None:
+    a_run(tmp_path / "run")
+    (tmp_path / "run" / "config.yaml").write_text("a: &a\n  x: *a\n")
+    run = read_run(tmp_path / "run")
+    assert run.config == {} and "config.yaml: not YAML" in (run.problem or "")

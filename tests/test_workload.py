@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,8 @@ from models import model
 from scaling.config import BatchConfig, ModelConfig, SyntheticConfig, TextConfig
 from scaling.measure.clock import HostClock
 from scaling.measure.loop import Slots, TrainingLoop
-from scaling.workload import Batch, Workload, build, check_loss, source_digest
+from scaling.workload import Batch, Workload, build, source_digest
+from scaling.workload.contract import check_loss
 from scaling.workload.flops import count_flops
 from scaling.workload.loader import Place, open_source
 from scaling.workload.text import Text, read_text, text_files, text_path
@@ -270,3 +272,72 @@ def test_flops_that_cannot_be_counted_are_none() -> None:
 def test_the_code_of_a_users_model_is_named() -> None:
     assert source_digest("scaling.workload.transformer:gpt2") is None
     assert len(source_digest(f"{__name__}:half_precision") or "") == 16
+
+
+def token_model(length: int, **changes: Any) -> Workload:
+    embed = torch.nn.Embedding(256, 256)
+
+    def loss(module: torch.nn.Module, tensors: Any) -> Any:
+        logits, targets = module(tensors["inputs"]), tensors["targets"]
+        total = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
+        return total, targets.numel()
+
+    def synthetic(n: int, generator: torch.Generator) -> Any:
+        tokens = torch.randint(256, (n, length + 1), generator=generator)
+        return {"inputs": tokens[:, :-1], "targets": tokens[:, 1:]}
+
+    return replace(Workload(embed, loss, synthetic, sequence_length=16, vocabulary=256), **changes)
+
+
+def test_a_users_loss_has_to_count_what_the_data_holds() -> None:
+    place = Place(0, 1, CPU, [])
+    good = token_model(16)
+    per_sample = replace(good, loss=lambda m, t: (good.loss(m, t)[0], len(t["inputs"])))
+    for lengths in ("fixed", "mixed"):
+        data = TextConfig(lengths=lengths)
+        open_source(data, BatchConfig(2, 1, 2), good, 0, place)
+        with pytest.raises(ValueError, match="counts 1 terms where this data has 16"):
+            open_source(data, BatchConfig(2, 1, 2), per_sample, 0, place)
+
+
+def test_synthetic_samples_of_another_size_than_the_workload_says_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"gave `inputs` of shape \(2, 4\), but the Workload says sequence_length=16"):
+        open_source(SyntheticConfig(), BatchConfig(2, 1, 2), token_model(4), 0, Place(0, 1, CPU, []))
+
+
+def test_a_mask_outside_of_the_vocabulary_is_refused() -> None:
+    with pytest.raises(ValueError, match="mask_token 256 is not in its vocabulary of 256"):
+        open_source(TextConfig(), BatchConfig(2, 1, 2), token_model(16, mask_token=256), 0, Place(0, 1, CPU, []))
+
+
+@pytest.mark.parametrize(
+    ("synthetic", "message"),
+    [
+        (lambda n, g: [torch.rand(n, 3)], "named tensors, not list"),
+        (lambda n, g: {"x": [1] * n}, "named tensors, not dict"),
+    ],
+)
+def test_synthetic_samples_that_are_no_tensors_are_refused(synthetic: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        check_loss(Workload(torch.nn.Linear(3, 3), lambda m, t: (m(t["x"]).sum(), 1), synthetic), CPU)
+
+
+def test_what_a_users_loss_raises_is_told_with_its_place() -> None:
+    def loss(module: torch.nn.Module, tensors: Any) -> Any:
+        first, second = tensors["x"].shape[1:]
+        return first, second
+
+    with pytest.raises(RuntimeError, match=r"the loss of model.target raised ValueError: not enough values") as raised:
+        check_loss(own(torch.nn.Linear(3, 3), loss), CPU)
+    assert isinstance(raised.value.__cause__, ValueError)
+    with pytest.raises(ValueError, match="its sum as one number in a tensor"):
+        check_loss(own(torch.nn.Linear(3, 3), lambda m, t: (1.0, 3)), CPU)
+
+
+def frozen(dropout: float) -> Workload:
+    return own(torch.nn.Linear(3, 3).requires_grad_(False), None)
+
+
+def test_a_model_with_nothing_to_train_is_refused() -> None:
+    with pytest.raises(ValueError, match="the model has nothing to train"):
+        build(ModelConfig("m", f"{__name__}:frozen"), CPU, 0)

@@ -97,13 +97,23 @@ def _of_rates(summary: dict[str, Any]) -> list[str]:
         reasons.append(f"tokens/s {tokens:g} is not {rate:g} samples/s x {length}")
     if abs(total * steps_measured / window - rate) > 0.01 * rate:
         reasons.append(f"samples/s {rate:g} is not {steps_measured} steps x {total} samples / {window:g} s")
+    if not 0 <= summary["data_wait_s"] <= window * (1 + ROUNDING):
+        reasons.append(f"data_wait_s {summary['data_wait_s']:g} is not within window_s {window:g}")
+    if (summary["energy_j"] or 0) < 0:
+        reasons.append(f"energy_j {summary['energy_j']:g} is below 0")
     return reasons
 
 
 def _of_compute(summary: dict[str, Any]) -> list[str]:
     """FLOPs and what they are divided by; recomputation adds to the work of the hardware, never takes from it."""
     reasons = []
-    rate = summary["tflops_per_device"]
+    rate, flops = summary["tflops_per_device"], summary["flops_per_step"]
+    if None not in (rate, flops):
+        given = flops / summary["step_time_s"]["mean"] / summary["world_size"] / 1e12
+        if abs(given - rate) > 0.01 * given:
+            reasons.append(f"tflops_per_device {rate:g} is not {given:g}, its FLOPs over its time")
+    if summary["hfu"] is not None and summary["mfu"] is None:
+        reasons.append(f"hfu {summary['hfu']:g} without an mfu")
     for name, key in (("mfu", "peak_tflops"), ("matmul_share", "matmul_tflops")):
         share, most = summary[name], summary[key]
         if None not in (rate, share, most) and abs(share * most - rate) > 0.01 * rate:

@@ -94,6 +94,8 @@ def compared_fields(run: Run) -> dict[str, Any]:
     fields |= {f"versions.{name}": version for name, version in as_dict(run.environment.get("versions")).items()}
     fields["model source"] = run.environment.get("model_source")
     fields["data.digest"] = as_dict(run.environment.get("data")).get("digest")
+    if fields["data.digest"] is not None:  # the same data, wherever it lies
+        fields.pop("data.path", None)
     if run.summary["peak_memory_gib"]["kind"] == "host_resident":
         fields["cores"] = as_list(run.environment.get("cores"))
     return fields | {"git.commit": as_dict(run.environment.get("git")).get("commit")}

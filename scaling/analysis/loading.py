@@ -10,6 +10,8 @@ from scaling.analysis.comparable import mismatches, other_hosts, points, remarks
 from scaling.analysis.ratio import Ratio, divide, times
 from scaling.results.reader import Run
 
+MIXED = "text-mixed"
+BIDIRECTIONAL = "scaling.workload.bert:bert"
 SYNTHETIC = "synthetic"  # made on the device before the window: a loader that costs nothing
 NAMES = {
     "strategy": "strategy",
@@ -47,14 +49,25 @@ def loader_rows(runs: Iterable[Run]) -> list[LoaderRow]:
     return rows
 
 
+def _pads(run: Run) -> bool:
+    return _data(run) == MIXED and run.group("model").get("target") == BIDIRECTIONAL
+
+
 def _made(run: Run) -> bool:
-    return run.summary is not None and run.summary["data"] == SYNTHETIC
+    return _data(run) == SYNTHETIC
+
+
+def _data(run: Run) -> str | None:
+    return None if run.summary is None else str(run.summary["data"])
 
 
 def _against(point: tuple[Run, ...], arm: tuple[Run, ...]) -> LoaderRow:
     waits = [(run.summary["data_wait_s"], run.summary["window_s"]) for run in point if run.summary]
     waiting = sum(wait for wait, _ in waits) / sum(window for _, window in waits)
-    said = dict.fromkeys(remark for run in point for other in arm for remark in remarks(run, other, SYNTHETIC))
+    masked = ["the share holds the padding mask of a bidirectional model"] * _pads(point[0])
+    said = dict.fromkeys(masked) | dict.fromkeys(
+        remark for run in point for other in arm for remark in remarks(run, other, SYNTHETIC)
+    )
     if reasons := _reasons(point[0], arm[0]):
         return LoaderRow(point, arm, waiting, reasons=tuple(reasons), remarks=tuple(said))
     share = divide(point, arm, times(arm), times(point)).complement()
@@ -77,8 +90,8 @@ def _distance(run: Run, other: Run) -> tuple[int, bool]:
 def _reasons(run: Run, other: Run) -> list[str]:
     """Say why two runs do not differ in their data alone.
 
-    Sequences of unequal length are no reason: their padding is computed like anything else, so that the step does the
-    work of the fixed length that synthetic data has.
+    Sequences of unequal length are no reason: their padding is computed like anything else. A bidirectional model then
+    also runs with a padding mask, which is said beside the share.
     """
     return [
         *refusals(run),

@@ -64,10 +64,12 @@ def matmul_rate(
     return rate
 
 
-def cache_folder(env: Mapping[str, str] = os.environ) -> Path:
-    """Where rates are kept, by the XDG base directory specification."""
-    base = env.get("XDG_CACHE_HOME") or "~/.cache"
-    return Path(base).expanduser() / "scaling"
+def cache_folder(env: Mapping[str, str] = os.environ) -> Path | None:
+    """Where rates are kept, by the XDG base directory specification; None for a user without a home."""
+    try:
+        return Path(env.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "scaling"
+    except RuntimeError:
+        return None
 
 
 def device_uuid(device: torch.device) -> str | None:
@@ -124,7 +126,10 @@ def _seconds(size: int, dtype: torch.dtype, device: torch.device, clock: Clock) 
 def _read(file: Path, key: dict[str, Any]) -> Rate | None:
     try:
         content = json.loads(file.read_text())
-        return Rate(**content["rate"]) if content["key"] == key else None
+        rate = Rate(
+            float(content["rate"]["flops_per_s"]), int(content["rate"]["size"]), str(content["rate"]["measured"])
+        )
+        return rate if content["key"] == key and 0 < rate.flops_per_s < math.inf else None
     except (OSError, ValueError, KeyError, TypeError):
         return None
 
@@ -133,8 +138,9 @@ def _write(file: Path, key: dict[str, Any], rate: Rate) -> None:
     """Keep the rate, whole or not at all; a cache that cannot be written is none."""
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=file.parent, delete=False) as temporary:
-            json.dump({"key": key, "rate": asdict(rate)}, temporary)
-        Path(temporary.name).replace(file)
+        with tempfile.TemporaryDirectory(dir=file.parent) as folder:
+            whole = Path(folder, file.name)
+            whole.write_text(json.dumps({"key": key, "rate": asdict(rate)}))
+            whole.replace(file)
     except OSError:
         return

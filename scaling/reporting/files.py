@@ -9,7 +9,7 @@ from pathlib import Path
 
 from scaling.reporting.markdown import HEADING, markdown
 from scaling.reporting.sheets import LOADER_COLUMNS, RUNS_HEAD, SCALING_COLUMNS, loader_sheet, runs_sheet, scaling_sheet
-from scaling.results.reader import MARKS, Run
+from scaling.results.reader import Run, is_run
 
 # How the first line of each file begins if a report wrote it: two columns tell ours from a table of somebody else's.
 BEGINNINGS = {
@@ -40,12 +40,13 @@ def write_files(runs: Sequence[Run], folder: Path) -> str:
 
 def _check(folder: Path, names: Mapping[str, str]) -> None:
     """Raise ValueError for a folder that is none or is a run's, and for a file that no report wrote."""
+    for place in (folder.resolve(), *folder.resolve().parents):
+        if is_run(place):
+            raise ValueError(f"--output {folder}: {place} is a run's own folder; name another one")
     if not folder.exists() and not folder.is_symlink():
         return
     if not folder.is_dir():
         raise ValueError(f"--output {folder}: is no folder; name one, new or old")
-    if marks := [mark for mark in MARKS if (folder / mark).exists()]:
-        raise ValueError(f"--output {folder}: is a run's own folder (it holds {marks[0]}); name another one")
     for name in names:
         path = folder / name
         if (path.exists() or path.is_symlink()) and not _ours(path):

@@ -24,6 +24,8 @@ MARKS = ("summary.json", "error.json", "steps.jsonl", "environment.json")
 RUN_NAME = re.compile(r".+-[0-9a-f]{8}-\d{2,}")  # <slug>-<digest8>-<nn>
 
 # Every ratio divides by some of these, so that a zero has to stop at the door.
+# `flops_per_step` of the largest job is far below; a longer number of a stranger's would overflow in a division.
+LARGEST, SMALLEST = 1e30, 1e-12
 POSITIVE = ("world_size", "micro_batch_size", "accumulation_steps", "global_batch_size", "window_s", "samples_per_s")
 
 
@@ -145,11 +147,18 @@ def find_runs(paths: Iterable[Path]) -> list[Path]:
     return list(found)
 
 
+def is_run(folder: Path) -> bool:
+    """Whether this folder is a run's own."""
+    if any((folder / mark).exists() for mark in MARKS):
+        return True
+    return (folder / "config.yaml").exists() and RUN_NAME.fullmatch(folder.name) is not None
+
+
 def _below(top: Path) -> list[Path]:
     runs = []
-    for folder, folders, files in os.walk(top):
+    for folder, folders, _ in os.walk(top):
         folders.sort()
-        if any(mark in files for mark in MARKS) or ("config.yaml" in files and RUN_NAME.fullmatch(Path(folder).name)):
+        if is_run(Path(folder)):
             runs.append(Path(folder))
             folders.clear()  # the tracker's own files lie inside a run, and look like another
     return runs
@@ -207,6 +216,7 @@ def _load(path: Path, problems: list[str]) -> dict[str, Any] | None:
     try:
         text = path.read_text(encoding="utf-8")
         content = yaml.safe_load(text) if path.suffix == ".yaml" else json.loads(text)
+        json.dumps(content, default=str)  # an alias may make YAML hold itself
     except FileNotFoundError:
         return None
     except OSError as error:
@@ -238,7 +248,7 @@ def distrust(summary: dict[str, Any]) -> str | None:
     if reason := _mismatch(_complete(summary), Summary, ""):
         return reason
     measured = {key: summary[key] for key in POSITIVE} | {"step_time_s.mean": summary["step_time_s"]["mean"]}
-    wrong = [f"{key} is {value}" for key, value in measured.items() if value <= 0]
+    wrong = [f"{key} is {value}" for key, value in measured.items() if value < SMALLEST]
     return f"{wrong[0]}, which no measurement gives" if wrong else None
 
 
@@ -265,7 +275,9 @@ def _fits(value: object, hint: Any) -> bool:
     if isinstance(value, bool):  # which is an int to isinstance
         return hint is bool
     if hint is float:  # NaN and infinity are no JSON, and no measurement
-        return isinstance(value, int | float) and abs(value) < math.inf
+        return isinstance(value, int | float) and abs(value) < LARGEST
+    if hint is int:
+        return isinstance(value, int) and abs(value) < LARGEST
     return isinstance(value, hint)
 
 

@@ -6,7 +6,6 @@ import difflib
 import hashlib
 import importlib
 import inspect
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -82,6 +81,8 @@ def build(model: ModelConfig, device: torch.device | str, seed: int) -> Workload
         raise ValueError(
             f"model.target={model.target} returned {type(workload).__name__}, not a scaling.workload.Workload"
         )
+    if not workload.parameters:
+        raise ValueError(f"model.target={model.target}: the model has nothing to train")
     for name, parameter in workload.module.named_parameters():
         if parameter.requires_grad and parameter.dtype != torch.float32:
             raise ValueError(f"model.target={model.target}: `{name}` is {parameter.dtype}; master weights are float32")
@@ -123,24 +124,6 @@ def check_sizes(**sizes: object) -> None:
     for name, size in sizes.items():
         if not isinstance(size, int) or isinstance(size, bool) or size < 1:
             raise ValueError(f"model.args.{name}={size}: must be a whole number from 1 on")
-
-
-def check_loss(workload: Workload, device: torch.device) -> None:
-    """Raise ValueError unless the loss is a sum over samples with its count: the same samples twice give twice both."""
-    once = workload.synthetic(1, torch.Generator(device=device).manual_seed(0))
-    twice = {name: torch.cat([tensor, tensor]) for name, tensor in once.items()}
-    workload.module.eval()  # without dropout and batch statistics
-    with torch.no_grad():
-        given = [workload.loss(workload.module, tensors) for tensors in (once, twice)]
-    workload.module.train()
-    if not all(isinstance(pair, tuple) and len(pair) == 2 for pair in given):
-        raise ValueError(f"the loss of model.target has to return (sum, count), not {type(given[0]).__name__}")
-    sums, counts = [float(pair[0]) for pair in given], [int(pair[1]) for pair in given]
-    if counts[1] != 2 * counts[0] or not math.isclose(sums[1], 2 * sums[0], rel_tol=1e-2, abs_tol=1e-6):
-        raise ValueError(
-            f"the loss of model.target has to be a sum and its count: one sample gives {sums[0]:.6g} and {counts[0]}, "
-            f"the same sample twice {sums[1]:.6g} and {counts[1]}; a mean would be divided twice"
-        )
 
 
 def source_digest(target: str) -> str | None:

@@ -28,7 +28,7 @@ AREA = (0.08, 1.0)  # of a crop, as a share of the image: Szegedy et al., "Going
 RATIO = (3 / 4, 4 / 3)  # width over height
 TRIES = 10  # to draw a crop that lies inside the image
 UNREADABLE = "unreadable"  # the key of a micro-batch under which indices of broken images travel
-NEIGHBOURS = 100  # images tried in the place of one that cannot be read
+SIZED = 1000  # files whose sizes are looked at, evenly spread: all of a million would take minutes on a network
 
 
 @dataclass(frozen=True)
@@ -47,8 +47,12 @@ class Folder:
 
     @cached_property
     def digest(self) -> str:
-        """Names the files and their classes, so that ranks on different hosts can tell that they read the same."""
-        return hashlib.sha256(self.paths.tobytes() + self.labels.tobytes()).hexdigest()[:16]
+        """Names the files, their classes, and the sizes of a thousand, so that ranks on different hosts and runs of
+        different days can tell that they read the same.
+        """
+        some = self.paths[:: max(1, len(self.paths) // SIZED)]
+        sizes = np.array([(self.root / os.fsdecode(bytes(path))).stat().st_size for path in some])
+        return hashlib.sha256(self.paths.tobytes() + self.labels.tobytes() + sizes.tobytes()).hexdigest()[:16]
 
     def notes(self) -> list[str]:
         """What a user would want to know before a long run."""
@@ -165,7 +169,7 @@ class Images(Dataset[dict[str, torch.Tensor]]):
     def _read(self, index: int) -> tuple[NDArray[np.uint8], int, list[int]]:
         """(pixels, label, indices that could not be read before this one could)."""
         broken: list[int] = []
-        for candidate in range(index, index + min(len(self), NEIGHBOURS)):
+        for candidate in range(index, index + len(self)):
             place = candidate % len(self)
             if place not in self._broken:
                 try:
@@ -174,7 +178,7 @@ class Images(Dataset[dict[str, torch.Tensor]]):
                     self._broken.add(place)
             broken.append(place)
         raise ValueError(
-            f"data.path={self.folder.root}: {len(broken)} images in a row cannot be decoded, from {self.name(index)} on"
+            f"data.path={self.folder.root}: none of {len(broken)} images can be decoded, {self.name(index)} for one"
         )
 
     def name(self, index: int) -> str:
@@ -188,12 +192,23 @@ class Images(Dataset[dict[str, torch.Tensor]]):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # about metadata and sizes: thousands of lines for ImageNet
             with Image.open(self.folder.root / self.name(place)) as image:
-                colour = image.convert("RGB")
+                colour = _eight_bit(image).convert("RGB")
         draw = np.random.default_rng([self.seed, index])
         box = crop(colour.width, colour.height, draw)
         small = colour.resize((self.size, self.size), Image.Resampling.BILINEAR, box=box)
         mirrored: Image.Image = small.transpose(Image.Transpose.FLIP_LEFT_RIGHT) if draw.random() < 0.5 else small
         return np.asarray(mirrored)
+
+
+def _eight_bit(image: Image) -> Image:
+    """Deep grey values scaled down, which `convert` would clip to white. Raises ValueError where they have no range."""
+    from PIL import Image
+
+    if image.mode.startswith("I;16"):
+        return Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
+    if image.mode in ("I", "F"):
+        raise ValueError(f"no image: mode {image.mode} has no white")
+    return image
 
 
 def _bomb() -> Any:

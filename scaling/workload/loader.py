@@ -7,7 +7,7 @@ import itertools
 import os
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol, cast
 
@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from scaling.config import BatchConfig, DataConfig, ImagesConfig, SyntheticConfig, TextConfig
 from scaling.workload import Batch, Tensors, Workload
+from scaling.workload.contract import check_count, check_synthetic, losses
 from scaling.workload.copies import on_device
 from scaling.workload.images import UNREADABLE, Images, find_images
 from scaling.workload.layout import arrange
@@ -80,19 +81,13 @@ def _synthetic(data: SyntheticConfig, batch: BatchConfig, workload: Workload, se
 
 def _targets(workload: Workload, made: Sequence[Tensors], samples: int) -> int:
     """Loss terms of each of these batches. Raises ValueError unless they are alike, and of as many samples as asked."""
-    for name, tensor in ((name, tensor) for tensors in made for name, tensor in tensors.items()):
-        if tensor.dim() < 1 or tensor.shape[0] != samples:
-            raise ValueError(
-                f"synthetic({samples}, ...) gave `{name}` of shape {tuple(tensor.shape)}: the first is samples"
-            )
-    workload.module.eval()  # this forward is no training: batch statistics stay as they are
-    with torch.no_grad():
-        if workload.ours:  # every sample has as many: one tells, without the memory and the time of a whole batch
-            first = {name: tensor[:1] for name, tensor in made[0].items()}
-            counts = [samples * int(workload.loss(workload.module, first)[1])]
-        else:
-            counts = [int(workload.loss(workload.module, tensors)[1]) for tensors in made]
-    workload.module.train()
+    for tensors in made:
+        check_synthetic(workload, tensors, samples)
+    if workload.ours:  # every sample has as many: one tells, without the memory and the time of a whole batch
+        first = {name: tensor[:1] for name, tensor in made[0].items()}
+        counts = [samples * count for _, count in losses(workload, [first])]
+    else:
+        counts = [count for _, count in losses(workload, made)]
     if counts[0] < 1 or len(set(counts)) > 1:
         raise ValueError(
             f"the loss counts {counts} terms in synthetic batches: it has to be the same number, from 1 on"
@@ -106,9 +101,14 @@ def _text(data: TextConfig, batch: BatchConfig, workload: Workload, seed: int, p
             f"data=text gives {BYTES} different tokens, but the model takes {workload.vocabulary or 'none'}; "
             "gpt, llama and bert models take text, and a Workload of yours with sequence_length and vocabulary"
         )
+    if workload.mask_token is not None and workload.mask_token >= workload.vocabulary:
+        raise ValueError(
+            f"the model's mask_token {workload.mask_token} is not in its vocabulary of {workload.vocabulary}"
+        )
     content = read_text(text_path(data.path))
     text = Text(content, workload.sequence_length, data.lengths == "mixed", seed, workload.mask_token)
     order = Order(len(text), batch.sizes[2], seed)
+    _check_count(workload, replace(text, mixed=False), order, place)  # padding may count in a loss, or not
     facts = {"digest": text.digest, "bytes": len(content), **_counts(order)}
     batches = _batches(text, order, batch.sizes[1], data.workers, place, unreadable=set())
     return Source(batches, f"text-{data.lengths}", facts)
@@ -129,12 +129,20 @@ def _images(data: ImagesConfig, batch: BatchConfig, workload: Workload, seed: in
         )
     images = Images(folder, workload.image_size, bool(workload.channels_last), seed)
     order = Order(len(images), batch.sizes[2], seed)
-    images[order.step(0)[:1]]  # a folder in which nothing can be decoded is refused here and now
+    _check_count(workload, images, order, place)  # a folder in which nothing can be decoded ends here, too
     facts = {"digest": folder.digest, "classes": len(folder.classes), **_counts(order)}
     unreadable: set[int] = set()
     batches = _batches(images, order, batch.sizes[1], data.workers, place, unreadable=unreadable)
     names = lambda: [images.name(index) for index in sorted(unreadable)]  # noqa: E731
     return Source(batches, "images", facts, folder.notes(), names)
+
+
+def _check_count(workload: Workload, samples: Samples, order: Order, place: Place) -> None:
+    """Read one sample, and hold a user's loss to what the data says it has to predict."""
+    first = order.step(0)[:1]
+    tensors = {name: tensor.to(place.device) for name, tensor in samples[first].items() if name != UNREADABLE}
+    if not workload.ours:
+        check_count(workload, tensors, int(samples.targets(first).sum()))
 
 
 def _counts(order: Order) -> dict[str, int]:

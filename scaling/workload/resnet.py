@@ -49,13 +49,17 @@ def resnet(
 ) -> Workload:
     """A ResNet v1.5 (strides in the 3 x 3 convolutions), He et al., 2015."""
     check_sizes(stem_channels=stem_channels, classes=classes)
-    if block not in BLOCKS:
+    if not isinstance(block, str) or block not in BLOCKS:
         raise ValueError(f"model.args.block={block}: choose one of {', '.join(BLOCKS)}")
+    if not isinstance(depths, list) or not isinstance(channels, list):
+        raise ValueError(f"model.args: depths={depths} and channels={channels} have to be lists, one entry per stage")
     if len(depths) != len(channels) or not depths:
         raise ValueError(f"model.args: {len(depths)} depths for {len(channels)} channels; one of each per stage")
     for name, values in (("depths", depths), ("channels", channels)):
         for value in values:
             check_sizes(**{name: value})
+    if block == "bottleneck" and any(value % 4 for value in channels):
+        raise ValueError(f"model.args.channels={channels}: a bottleneck has a quarter of them inside")
     if image_size < SMALLEST_IMAGE:
         raise ValueError(f"model.image_size={image_size}: must be at least {SMALLEST_IMAGE}")
     if dropout:

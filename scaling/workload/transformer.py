@@ -59,6 +59,16 @@ def llama(
     check_heads(hidden_size, heads)
     if heads % key_value_heads:
         raise ValueError(f"model.args: heads={heads} does not divide by key_value_heads={key_value_heads}")
+    if hidden_size // heads % 2:
+        raise ValueError(
+            f"model.args: a head of {hidden_size // heads} (hidden_size / heads) has to be even to be rotated"
+        )
+    if not isinstance(rope, dict) or "rope_type" not in rope:
+        raise ValueError(
+            f"model.args.rope={rope}: has to hold rope_type and what it needs, as in conf/model/llama_1b.yaml"
+        )
+    if not isinstance(tied_embeddings, bool):
+        raise ValueError(f"model.args.tied_embeddings={tied_embeddings}: has to be true or false")
     config = LlamaConfig(
         num_hidden_layers=layers,
         hidden_size=hidden_size,
