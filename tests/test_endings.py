@@ -179,15 +179,17 @@ def test_a_rank_told_to_end_looks_who_is_gone(tmp_path: Path) -> None:
     assert (error["kind"], error["rank"], error["traceback"]) == ("killed", 1, None), error
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_loader_worker_that_is_told_to_end_does_not_wake_its_parents_watcher(number: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("number", "kind"), [(signal.SIGTERM, "killed"), (signal.SIGINT, "other")])
+def test_a_loader_worker_that_is_told_to_end_does_not_wake_its_parents_watcher(
+    number: int, kind: str, tmp_path: Path
+) -> None:
     with Forked([*ENDLESS, *TEXT_WITH_WORKER], tmp_path / "here") as run:
         run_dir = run.until_training()
         (worker,) = workers_of(psutil.Process(run.pid))
         worker.send_signal(number)
         assert run.wait(20).code == 1
     error = read_error(run_dir)
-    assert (error["kind"], error["rank"]) == ("other", 0), error
+    assert (error["kind"], error["rank"]) == (kind, 0), error
     assert "torch/utils/data/dataloader.py" in error["traceback"]
 
 

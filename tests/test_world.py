@@ -235,7 +235,7 @@ def test_what_only_one_rank_finds_is_printed_by_that_rank(tmp_path: Path) -> Non
         Forked(line, tmp_path / "one", rank_environment(1, 2, port)) as one,
     ):
         first, second = ended_together([zero, one])
-    assert second.errors == ["scaling.train: error: data.path=text.txt: no such file or folder"]
+    assert second.errors == [f"scaling.train: error: data.path=text.txt: no such file or folder in {tmp_path / 'one'}"]
     assert (second.code, first.errors, first.run_dirs) == (2, [], [])
 
 
