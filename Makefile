@@ -22,7 +22,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@touch $@
 	@echo 'ready: . $(VENV)/bin/activate'
 
-demo: setup ## measure gpt_tiny as single and as DDP on 1 and 2 ranks, and report (five minutes)
+demo: setup ## measure gpt_tiny as single and as DDP on 1 and 2 ranks, and report (three minutes)
 	@launch/demo.sh
 
 test: setup lint ## lint, types and the whole test suite

@@ -143,8 +143,8 @@ def classify(error: BaseException) -> str:
     text = str(error).lower()
     if isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in text:
         return "oom"
-    if "dataloader worker" in text and "killed by signal" in text:
-        return "killed"
+    if "dataloader worker" in text and ("killed by signal" in text or "exited unexpectedly" in text):
+        return "killed"  # of one signal torch says either, as it happens
     if isinstance(error, TimeoutError) or "timed out" in text or "timeout" in text:
         return "timeout"
     return "other"  # a ValueError too: a mistake of the user's is a Refused and never comes here
