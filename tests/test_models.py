@@ -153,6 +153,20 @@ def test_bert_sees_both_sides_and_no_padding() -> None:
     assert torch.allclose(short, masked, atol=1e-5)
 
 
+def test_the_loss_of_bert_hides_its_padding() -> None:
+    workload = build(model("bert_tiny"), CPU, 0)
+    workload.module.eval()
+    whole = samples(workload, 1)
+    short = {name: tensor[:, :40] for name, tensor in whole.items()}
+    padded = {name: tensor.clone() for name, tensor in whole.items()} | {"attended": (torch.arange(128) < 40)[None]}
+    padded["inputs"][:, 40:], padded["targets"][:, 40:] = 0, -100
+    with torch.no_grad():
+        expected, count = workload.loss(workload.module, short)
+        found, same = workload.loss(workload.module, padded)
+    assert int(count) == int(same) > 0
+    assert float(found) == pytest.approx(float(expected), rel=1e-5)
+
+
 def test_llama_is_causal_with_fewer_key_heads() -> None:
     module = build(model("llama_tiny"), CPU, 0).module.eval()
     tokens = torch.randint(256, (1, 16), generator=torch.Generator().manual_seed(0))
