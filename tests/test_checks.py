@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -192,6 +193,26 @@ def test_the_peak_of_a_host_is_of_the_window_alone() -> None:
     assert held.numel() and low is not None and high.allocated is not None
     assert high.allocated - low == pytest.approx(0.25, abs=0.05)
     assert (high.reserved, high.kind) == (None, "host_resident")
+
+
+def test_memory_of_an_accelerator_comes_from_its_own_module(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+    device = torch.device("cuda", 0)
+    known = SimpleNamespace(
+        empty_cache=lambda: calls.append("empty"),
+        reset_peak_memory_stats=lambda device: calls.append("reset"),
+        max_memory_allocated=lambda device: 2 * 2**30,
+        max_memory_reserved=lambda device: 3 * 2**30,
+    )
+    monkeypatch.setattr(torch, "get_device_module", lambda device: known)
+    memory.forget_setup(device)
+    assert memory.reset_peak(device)
+    assert calls == ["empty", "reset"]
+    assert memory.read_peak(device, True) == Memory(2.0, 3.0, "device")
+    monkeypatch.setattr(torch, "get_device_module", lambda device: SimpleNamespace())  # a backend without statistics
+    memory.forget_setup(device)
+    assert not memory.reset_peak(device)
+    assert memory.read_peak(device, False) == Memory(None, None, "device")
 
 
 def test_the_largest_peak_over_ranks_is_null_where_a_rank_has_none() -> None:

@@ -21,17 +21,25 @@ SHORT = ["measure.warmup_steps=1", "measure.max_steps=2"]
 LARGE = {"resnet50": ["model=resnet50"], "bert_large": ["model=bert_large", "model.sequence_length=128"]}
 PARAMETERS = {"resnet50": 25_557_032, "bert_large": 335_174_458}
 OWN = """
+import pathlib
 import torch
 from scaling.workload import Workload
 
+class Counted(torch.nn.Linear):
+    def forward(self, x):
+        if self.training and x.device.type == "cpu":  # not while FLOPs are counted
+            with pathlib.Path("calls").open("a") as file:
+                file.write("x")
+        return super().forward(x)
+
 def make(width, dropout, depth=1):
-    module = torch.nn.Sequential(*(torch.nn.Linear(width, width) for _ in range(depth)))
+    module = torch.nn.Sequential(*(Counted(width, width) for _ in range(depth)))
     def loss(module, tensors):
         difference = module(tensors["x"]) - tensors["x"]
         return difference.square().sum(), difference.numel()
     def synthetic(samples, generator):
         return {"x": torch.randn(samples, width, generator=generator, device=generator.device)}
-    return Workload(module, loss, synthetic, block_types=(torch.nn.Linear,))
+    return Workload(module, loss, synthetic, block_types=(Counted,))
 """
 
 
@@ -117,3 +125,5 @@ def test_a_model_of_the_users_own_needs_no_file(tmp_path: Path) -> None:
     assert run.summary["parameters"] == 2 * (32 * 32 + 32)
     assert yaml.safe_load((run.path / "config.yaml").read_text())["model"]["args"] == {"width": 32, "depth": 2}
     assert len(run.environment["model_source"]) == 16
+    # A warm-up step, two measured ones and the counted one, through two layers, each of which runs again in backward.
+    assert len((tmp_path / "calls").read_text()) == 4 * 2 * 2

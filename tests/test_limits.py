@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from models import model
 
+from scaling import measurement
 from scaling.config import BatchConfig, SingleConfig, TrainConfig
 from scaling.measure.collectives import StepCount
+from scaling.measure.matmul import Rate
 from scaling.measure.statistics import summarise
 from scaling.measure.summary import Facts, Limits, compose
 from scaling.results.record import Memory, Step, Summary, Telemetry
@@ -101,3 +104,31 @@ def test_energy_is_of_all_devices_and_the_clock_of_the_slowest() -> None:
     assert (missing.energy_j, missing.clock_mhz) == (None, None)
     assert missing.telemetry is not None and missing.telemetry[1] is None
     assert composed(limits, [None, None]).telemetry is None
+
+
+@pytest.mark.parametrize(
+    ("rates", "least"), [([3e12, 1e12, 2e12], 1e12), ([3e12, None, 2e12], None), ([None, None, None], None)]
+)
+def test_the_slowest_device_is_what_a_job_is_held_to(
+    rates: list[float | None], least: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+
+    def rate(*arguments: Any) -> Rate:
+        asked.append(arguments[-1])
+        return Rate(3e12, 1024, "2026-11-30")
+
+    monkeypatch.setattr(measurement, "matmul_rate", rate)
+    config = TrainConfig()
+    config.precision.name = "bf16"
+    member = SimpleNamespace(device_name=H100)
+    world = SimpleNamespace(device=torch.device("cpu"), members=[member] * 3, gather=lambda mine: rates)
+    setup: Any = SimpleNamespace(config=config, world=world, progress=SimpleNamespace(update=lambda text: None))
+    job: Any = SimpleNamespace(clock=None)
+    capped = replace(telemetry(1.0, 1.0), power_limit_w=350.0)
+    limits = measurement._limits(setup, job, capped)
+    assert (limits.matmul, limits.peak) == (least, 989e12)
+    assert asked[0]["power_limit_w"] == 350.0 and "driver" in asked[0]
+    config.measure.matmul_rate = False
+    measurement._limits(setup, job, None)
+    assert len(asked) == 1
