@@ -11,7 +11,8 @@ from models import model
 from PIL import Image
 from ran import Ran, start
 
-from scaling.results.reader import distrust, read_run
+from scaling.results.reader import read_run
+from scaling.results.schema import distrust
 from scaling.workload.flops import count_flops
 
 pytestmark = pytest.mark.ranks
