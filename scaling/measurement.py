@@ -12,6 +12,7 @@ import torch
 from scaling.config import TrainConfig
 from scaling.engine.precision import Precision
 from scaling.hardware import environment, memory
+from scaling.hardware.disturbance import DISTURBED, Shares, disturbance, read_shares
 from scaling.hardware.telemetry import Sampler, open_telemetry
 from scaling.hardware.telemetry import flags as device_flags
 from scaling.measure import agreement
@@ -52,6 +53,7 @@ class Timed:
     window: Window
     peak_memory: Memory
     telemetry: Telemetry | None
+    shares: Shares | None
 
     @property
     def seconds(self) -> list[float]:
@@ -60,19 +62,26 @@ class Timed:
 
 
 class Observation:
-    """Watches this rank's device while it is entered; `seen` is what its driver told."""
+    """Watches a rank while it is entered: `telemetry` is what its device's driver told, `shares` who had its cores."""
 
-    def __init__(self, sampler: Sampler | None) -> None:
-        self.seen: Telemetry | None = None
+    def __init__(self, sampler: Sampler | None, *, host: bool) -> None:
+        self.telemetry: Telemetry | None = None
+        self.shares: Shares | None = None
         self._sampler = sampler
+        self._host = host
+        self._before: Shares | None = None
 
     def __enter__(self) -> None:
         if self._sampler is not None:
             self._sampler.start()
+        if self._host:
+            self._before = read_shares()
 
     def __exit__(self, *_: object) -> None:
+        if self._before is not None and (after := read_shares()) is not None:
+            self.shares = after.since(self._before)
         if self._sampler is not None:
-            self.seen = self._sampler.stop()
+            self.telemetry = self._sampler.stop()
 
 
 def measure(setup: Setup) -> Summary | None:
@@ -90,6 +99,7 @@ def measure(setup: Setup) -> Summary | None:
     telemetry = world.gather(timed.telemetry)
     limits = _limits(setup, job, telemetry[world.rank])
     unreadable = sorted(set().union(*world.gather(job.source.unreadable())))
+    disturbed_s = disturbance(world.gather(timed.shares))
     facts = Facts(
         run_id=setup.run_dir.name,
         data=job.source.description,
@@ -98,6 +108,7 @@ def measure(setup: Setup) -> Summary | None:
         hardware_flops_per_step=times(job.hardware_flops_per_rank, world.size),
         limits=limits,
         telemetry=telemetry,
+        disturbed_s=disturbed_s,
         peak_memory=memory.largest(world.gather(timed.peak_memory)),
         count=checked.count,
         gradients_reduced=checked.gradients_reduced,
@@ -105,6 +116,7 @@ def measure(setup: Setup) -> Summary | None:
         threads=config.threads,
         cores_per_rank=job.cores_per_rank,
         flags=_flags(job, config, world, timed.window, checked)
+        + (["disturbed"] if (disturbed_s or 0.0) > DISTURBED * sum(timed.seconds[len(timed.warmup_s) :]) else [])
         + device_flags(telemetry)
         + (["unreadable_samples"] if unreadable else []),
     )
@@ -125,10 +137,11 @@ def _time(setup: Setup, job: Job) -> Timed:
     job.loop.shapes.clear()
     was_reset = memory.reset_peak(world.device)
     total = config.batch.sizes[2]
-    observation = Observation(open_telemetry(world.device))
+    observed = Observation(open_telemetry(world.device), host=world.device.type == "cpu")
     show = lambda window: show_block(progress, window, plan, total)  # noqa: E731
-    window = run_window(job.loop.step, clock, plan, world, observer=observation, progress=show)
-    return Timed(warmup_s, plan, window, memory.read_peak(world.device, was_reset), observation.seen)
+    window = run_window(job.loop.step, clock, plan, world, observer=observed, progress=show)
+    peak = memory.read_peak(world.device, was_reset)
+    return Timed(warmup_s, plan, window, peak, observed.telemetry, observed.shares)
 
 
 def _warm_up(loop: TrainingLoop, clock: Clock, steps: int, progress: Progress) -> list[float]:

@@ -42,6 +42,7 @@ def composed(limits: Limits, watched: list[Telemetry | None], **changes: Any) ->
         hardware_flops_per_step=10**15,
         limits=limits,
         telemetry=watched,
+        disturbed_s=0.25,
         peak_memory=Memory(1.0, 2.0, "device"),
         count=StepCount(2, [[], []]),
         gradients_reduced=None,

@@ -870,3 +870,37 @@ def test_a_config_that_holds_itself_is_skipped(tmp_path: Path) -> None:
     (tmp_path / "run" / "config.yaml").write_text("a: &a\n  x: *a\n")
     run = read_run(tmp_path / "run")
     assert run.config == {} and "config.yaml: not YAML" in (run.problem or "")
+
+
+def test_runs_that_would_look_alike_are_told_apart_by_what_differs(tmp_path: Path) -> None:
+    def run(name: str, **model: Any) -> Run:
+        return a_run(tmp_path / name, config=CONFIG | {"model": CONFIG["model"] | model})
+
+    runs = [
+        run("a", args={"layers": 4}),
+        run("b", args={"layers": 8}, dropout=0.1),
+        a_run(tmp_path / "c", compile=True),
+    ]
+    cells = [row["setting"] for row in headings_and_cells(runs)]
+    plain = "fp32, synthetic data, 128 tokens"
+    assert cells == [
+        f"{plain}, model.args.layers=4, model.dropout=0.0",
+        f"{plain}, model.args.layers=8, model.dropout=0.1",
+        f"{plain}, compile",
+    ]
+    assert [row["setting"] for row in headings_and_cells(runs[1:])] == [plain, f"{plain}, compile"]
+
+
+def test_a_disturbed_run_gets_no_ratio_and_one_run_each_is_said(tmp_path: Path) -> None:
+    base, run = a_run(tmp_path / "base"), a_run(tmp_path / "run", world_size=2)
+    assert "An interval of n=1 comes from the blocks inside one run each" in render([base, run], PIPED, colour=False)
+    disturbed = a_run(tmp_path / "disturbed", world_size=2, flags=["disturbed"], disturbed_s=1.0)
+    text = render([base, disturbed], PIPED, colour=False)
+    assert "no ratio: other programs took its cores" in text and "n=1" not in text
+
+
+def test_contention_is_said_of_several_ranks_only(tmp_path: Path) -> None:
+    host = {"peak_memory_gib": Memory(0.5, None, "host_resident")}
+    alone, pair = a_run(tmp_path / "one", **host), a_run(tmp_path / "two", world_size=2, **host)
+    assert "busy ranks slow each other" not in render([alone], PIPED, colour=False)
+    assert "busy ranks slow each other" in render([alone, pair], PIPED, colour=False)

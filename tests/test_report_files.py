@@ -341,6 +341,12 @@ def test_a_nasty_name_stays_in_its_cell(tmp_path: Path) -> None:
     assert table[0].startswith("| #1 | a\\|b<br># \\`&lt;script&gt;\\` | gpt_tiny |")
 
 
+def test_a_name_of_a_file_is_no_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    a_run(tmp_path / "run")
+    assert report.main([str(tmp_path), "--output", str(tmp_path / "out.csv")]) == 2
+    assert "out.csv: looks like a file; name the folder for report.md, runs.csv, scaling.csv" in capsys.readouterr().err
+
+
 def test_a_folder_inside_a_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     a_run(tmp_path / "run")
     assert report.main([str(tmp_path), "--output", str(tmp_path / "run" / "report")]) == 2

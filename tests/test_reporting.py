@@ -55,6 +55,7 @@ def summary(**changes: Any) -> dict[str, Any]:
         "sequence_length": 1024,
         "compile": False,
         "checkpointing": False,
+        "disturbed_s": None,
         "world_size": 8,
         "device_name": "NVIDIA H100 80GB HBM3",
         "threads": 1,

@@ -230,13 +230,14 @@ def test_an_observation_is_what_the_sampler_saw_between_start_and_stop() -> None
             return "seen"
 
     sampler: Any = Fake()
-    observation = Observation(sampler)
-    assert observation.seen is None
+    observation = Observation(sampler, host=False)
+    assert observation.telemetry is None
     with observation:
         assert calls == ["start"]
     assert calls == ["start", "stop"]
-    assert str(observation.seen) == "seen"
-    with Observation(None) as nothing:
+    assert str(observation.telemetry) == "seen"
+    assert observation.shares is None
+    with Observation(None, host=True) as nothing:
         assert nothing is None
 
 

@@ -10,6 +10,7 @@ from scaling.results.reader import Run, as_dict, as_list
 # by the reader.
 INVALIDATING = {
     "oversubscribed": "oversubscribed",
+    "disturbed": "other programs took its cores",
     "profiled": "profiled",
     "sync_each_step": "synchronised after each step",
     "shared_device": "ranks share a device",

@@ -99,6 +99,7 @@ class Facts:
     hardware_flops_per_step: int | None
     limits: Limits
     telemetry: list[Telemetry | None]
+    disturbed_s: float | None
     peak_memory: Memory
     count: StepCount | None
     gradients_reduced: bool | None
@@ -170,6 +171,7 @@ def compose(
         energy_j=total_energy(facts.telemetry),
         clock_mhz=lowest_clock(facts.telemetry),
         telemetry=facts.telemetry if any(facts.telemetry) else None,
+        disturbed_s=facts.disturbed_s,
         image_size=workload.image_size,
         channels_last=workload.channels_last,
         batch_statistics=workload.batch_statistics,

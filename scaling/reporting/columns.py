@@ -100,6 +100,14 @@ def _memory(run: Run) -> str:
     return f"{number(memory[kept])} {memory['kind'].removeprefix('host_')}" if memory.get(kept) is not None else ""
 
 
+def _matmul(run: Run) -> str:
+    """Give the share with what it is a share of: on a disturbed host that is less, and the share more."""
+    if run.summary is None or run.summary["matmul_share"] is None:
+        return ""
+    of = "" if run.summary["matmul_tflops"] is None else f" of {run.summary['matmul_tflops']:.4g}"
+    return percent(run.summary["matmul_share"]) + of
+
+
 def _link(run: Run) -> str:
     """Name what was observed to carry the bytes; what was only asked for is no label."""
     if run.summary is None or run.world_size == 1:
@@ -142,10 +150,29 @@ def _setting(run: Run) -> str:
     return ", ".join(str(name) for group in ("precision", "data") if (name := run.group(group).get("name")))
 
 
-SPEED = (
+def settings(runs: Sequence[Run]) -> Callable[[Run], str]:
+    """Make a cell with the setting, and whatever else tells runs apart that would look the same in the table."""
+    alike: dict[tuple[str, ...], list[Run]] = {}
+    for run in runs:
+        alike.setdefault(_looks(run), []).append(run)
+
+    def cell(run: Run) -> str:
+        others = [other.settings for other in alike[_looks(run)]]
+        differing = [k for k, v in run.settings.items() if any(k in other and other[k] != v for other in others)]
+        return ", ".join([_setting(run), *(f"{key}={run.settings[key]}" for key in differing)])
+
+    return cell
+
+
+def _looks(run: Run) -> tuple[str, ...]:
+    return run.model, run.strategy, text(run.world_size), batch(run), _setting(run)
+
+
+NAMES = (
     Column("model", lambda run: run.model, words=10),
     Column("strategy", lambda run: run.strategy, words=8),
-    Column("setting", _setting, words=15),
+)
+SPEED = (
     Column("N", lambda run: text(run.world_size)),
     Column("micro x acc\n(global)", batch),
     Column("step time\nms", _step_time),
@@ -157,7 +184,7 @@ SPEED = (
 DEVICE = (
     Column("MFU", _measured("mfu", percent), optional=True),
     Column("HFU", _measured("hfu", percent), needs=_recomputes),
-    Column("share of\nmatmul", _measured("matmul_share", percent), optional=True),
+    Column("share of\nmatmul", _matmul, optional=True),
     Column("energy\nJ/sample", _energy, optional=True),
     Column("clock\nMHz", _measured("clock_mhz"), optional=True),
 )

@@ -44,6 +44,8 @@ def _check(folder: Path, names: Mapping[str, str]) -> None:
         if is_run(place):
             raise ValueError(f"--output {folder}: {place} is a run's own folder; name another one")
     if not folder.exists() and not folder.is_symlink():
+        if folder.suffix in (".md", ".csv", ".html", ".txt", ".json"):
+            raise ValueError(f"--output {folder}: looks like a file; name the folder for {', '.join(names)}")
         return
     if not folder.is_dir():
         raise ValueError(f"--output {folder}: is no folder; name one, new or old")

@@ -18,6 +18,7 @@ FLAGS = {
     "data_bound": "more than 5 % of the window went into waiting for data",
     "host_bound": "the device ran dry between blocks: the host issues work too slowly",
     "oversubscribed": "more busy threads than cores: ranks take turns, no efficiency is computed",
+    "disturbed": "other programs took more than 5 % of the window from a rank's cores: no efficiency is computed",
     "skipped_steps": "loss scaling left steps out",
     "nonfinite_loss": "the loss became infinite or NaN",
     "varying_shapes": "input shapes changed while compilation or kernel search was on",
@@ -77,6 +78,10 @@ def _rows(s: dict[str, Any]) -> list[tuple[str, str]]:
         )
     rows += _limits(s)
     rows += _memory(s["peak_memory_gib"])
+    if (s["disturbed_s"] or 0) > 0.01 * s["window_s"]:
+        rows.append(
+            ("other programs", f"took {s['disturbed_s'] / s['window_s']:.1%} of the window from a rank's cores")
+        )
     rows.append(("waiting for data", f"{s['data_wait_s'] / s['window_s']:.2%} of the window"))
     if s["world_size"] > 1:
         if s["comm_bytes_per_step"] is not None:

@@ -40,7 +40,7 @@ def runs_sheet(runs: Sequence[Run]) -> str:
     follows, as `config.KEY`.
     """
     records = {run.path: dict(_fields(run)) for run in runs}
-    configs = {run.path: {key: _plain(value) for key, value in _flat("config", run.config)} for run in runs}
+    configs = {run.path: {f"config.{key}": _plain(value) for key, value in run.settings.items()} for run in runs}
     columns = list(RUNS_HEAD)
     for name, hint in get_type_hints(Summary).items():
         if name not in RUNS_HEAD:

@@ -9,7 +9,7 @@ from pathlib import Path
 from scaling.analysis.comparable import arms_with_one_transport
 from scaling.analysis.efficiency import Kind, Row, scaling_rows
 from scaling.analysis.loading import LoaderRow, loader_rows
-from scaling.reporting.columns import DEVICE, REST, SPEED, Column, batch, percent, text
+from scaling.reporting.columns import DEVICE, NAMES, REST, SPEED, Column, batch, percent, settings, text
 from scaling.reporting.verdicts import loader_verdict, speedup, verdict
 from scaling.results.reader import Run
 
@@ -25,6 +25,10 @@ LOADER_TITLE = (
 HOST_NOTE = (
     "On a host without accelerators busy ranks slow each other even with a core each: "
     "an efficiency there holds this contention beside the communication."
+)
+ONE_RUN_NOTE = (
+    "An interval of n=1 comes from the blocks inside one run each. What differs between runs, as other work on a host, "
+    "is not in it: repeat the runs, and equal ones are put together."
 )
 
 
@@ -64,22 +68,25 @@ def prepare(runs: Sequence[Run], *, wide: bool) -> Report:
     """Fill all tables that have a row; `wide` puts all columns of a run side by side, and ids beside the numbers."""
     shown = [run for run in runs if run.readable]
     labels = {run.path: f"#{number}" for number, run in enumerate(shown, start=1)}
-    rows = scaling_rows(shown)
+    rows, loading = scaling_rows(shown), loader_rows(shown)
     tables = _run_tables(shown, labels, wide)
     for kind in ("weak", "strong", None):
         tables += _scaling_table(kind, [row for row in rows if row.kind == kind], labels, wide)
-    tables += _loader_table(loader_rows(shown), labels, wide)
+    tables += _loader_table(loading, labels, wide)
+    ratios = [*(row.efficiency for row in rows), *(row.share for row in loading)]
+    once = any(ratio is not None and ratio.basis == "ci95" for ratio in ratios)
     skipped = (f"{relative(run.path)}: {run.problem}" for run in runs if not run.readable)
-    return Report(tuple(tables), tuple(_notes(shown, labels)), tuple(skipped))
+    return Report(tuple(tables), tuple(_notes(shown, labels, once=once)), tuple(skipped))
 
 
 def _run_tables(runs: Sequence[Run], labels: dict[Path, str], wide: bool) -> list[Table]:
     """Make one table of all columns where they fit, else one per group of columns, each with a row per run."""
     number = Column("#", lambda run: labels[run.path])
     name = Column("run", namer(runs), words=22)
+    first = [*NAMES, Column("setting", settings(runs), words=15), *SPEED]
     if wide:
-        return [_run_table("Runs", [number, name, *SPEED, *DEVICE, *REST], runs)]
-    speed = _run_table("Runs: speed", [number, *SPEED], runs)
+        return [_run_table("Runs", [number, name, *first, *DEVICE, *REST], runs)]
+    speed = _run_table("Runs: speed", [number, *first], runs)
     rest = _run_table("Runs: memory, waiting, flags", [number, name, *REST], runs)
     if not any(column.shown(runs) for column in DEVICE):
         return [speed, rest]
@@ -126,13 +133,14 @@ def _point(runs: Sequence[Run], labels: dict[Path, str], wide: bool) -> list[str
     return [_members(runs, labels, wide), run.model, run.strategy, text(run.world_size), batch(run)]
 
 
-def _notes(runs: Sequence[Run], labels: dict[Path, str]) -> list[str]:
-    """Say what holds for several rows: contention on hosts, and arms that were one."""
+def _notes(runs: Sequence[Run], labels: dict[Path, str], *, once: bool) -> list[str]:
+    """Say what holds for several rows: contention on hosts, ratios of runs made `once`, and arms that were one."""
     hosts = [run for run in runs if run.summary and run.summary["peak_memory_gib"]["kind"] == "host_resident"]
     several = [(labels[run.path], run.summary["contention_s"]) for run in hosts if run.summary and run.world_size != 1]
     blind = ", ".join(label for label, contention in several if contention is None)
     unmeasured = f" contention_s was not measured in {blind}." if blind else ""
-    return [HOST_NOTE + unmeasured] * bool(hosts) + arms_with_one_transport(runs)
+    host = [HOST_NOTE + unmeasured] * bool(several)
+    return host + [ONE_RUN_NOTE] * once + arms_with_one_transport(runs)
 
 
 def _members(runs: Sequence[Run], labels: dict[Path, str], wide: bool) -> str:

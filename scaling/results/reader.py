@@ -7,7 +7,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -21,6 +21,8 @@ Status = Literal["complete", "failed", "incomplete"]
 # Any of these makes a folder a run. A lone config.yaml does not: configurations of other programs have that name too.
 MARKS = ("summary.json", "error.json", "steps.jsonl", "environment.json")
 RUN_NAME = re.compile(r".+-[0-9a-f]{8}-\d{2,}")  # <slug>-<digest8>-<nn>
+
+NO_SETTINGS = ("command", "folder", "output_dir", "run_dir", "world_size")
 
 
 @dataclass(frozen=True)
@@ -45,6 +47,11 @@ class Run:
     def readable(self) -> bool:
         """Whether there is a row to show; a completed run without a believable summary has none."""
         return self.status != "complete" or self.summary is not None
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The config with dotted keys; what was started and where it lies is no setting."""
+        return {key: value for key, value in _flat(self.config) if key not in NO_SETTINGS}
 
     def group(self, name: str) -> dict[str, Any]:
         """Give a group of the config, empty where it was not recorded."""
@@ -89,6 +96,14 @@ class Run:
     def _count(self, key: str, otherwise: Any) -> int | None:
         value = self.summary[key] if self.summary else otherwise
         return value if isinstance(value, int) else None
+
+
+def _flat(config: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in config.items():
+        if isinstance(value, dict) and value:
+            yield from _flat(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
 
 
 def as_dict(value: object) -> dict[str, Any]:

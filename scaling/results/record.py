@@ -165,6 +165,7 @@ class Summary:
     matmul_tflops: float | None = None  # largest matrix-product rate measured on the device itself, least over ranks
     matmul_share: float | None = None  # tflops_per_device / matmul_tflops
     telemetry: list[Telemetry | None] | None = None  # per rank; None without a driver that tells
+    disturbed_s: float | None = None  # of the window, which other programs took from the rank that lost most
     image_size: int | None = None
     channels_last: bool | None = None  # of images; None for models without
     batch_statistics: bool | None = None  # true: normalises over a micro-batch, whose size then changes training

@@ -17,6 +17,9 @@ def checkpoint_blocks(workload: Workload) -> None:
     blocks = [module for module in workload.module.modules() if isinstance(module, workload.block_types)]
     if not blocks:
         names = ", ".join(kind.__name__ for kind in workload.block_types) or "none"
-        raise ValueError(f"checkpointing=true: the model has no blocks to recompute (its block_types: {names})")
+        raise ValueError(
+            f"checkpointing=true: the model has no blocks to recompute (its block_types: {names}); a Workload of yours "
+            "names them: block_types=(MyLayer,)"
+        )
     for block in blocks:
         block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
