@@ -904,3 +904,12 @@ def test_contention_is_said_of_several_ranks_only(tmp_path: Path) -> None:
     alone, pair = a_run(tmp_path / "one", **host), a_run(tmp_path / "two", world_size=2, **host)
     assert "busy ranks slow each other" not in render([alone], PIPED, colour=False)
     assert "busy ranks slow each other" in render([alone, pair], PIPED, colour=False)
+
+
+def test_another_image_size_is_another_point_however_it_was_set(tmp_path: Path) -> None:
+    base = a_run(tmp_path / "base", image_size=224)
+    named = CONFIG | {"model": CONFIG["model"] | {"image_size": 224}}
+    same = a_run(tmp_path / "same", image_size=224, config=named)
+    other = a_run(tmp_path / "other", image_size=96)
+    assert mismatches(same, base) == []
+    assert mismatches(other, base) == ["image_size 96 vs 224"]

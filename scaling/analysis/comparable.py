@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any, Literal
 
 from scaling.analysis.believable import refusals
@@ -16,6 +16,7 @@ SUMMARY_FIELDS = (
     "model",
     "parameters",
     "sequence_length",
+    "image_size",
     "precision",
     "parameter_dtype",
     "gather_dtype",
@@ -39,22 +40,11 @@ NONE_MATCHES = ("parameter_dtype", "gather_dtype", "reduce_dtype", "versions.dee
 # the summary (`threads: null` and `threads: 1` may be the same run).
 CONFIG_IGNORED = frozenset(
     {
-        *(
-            "command",
-            "folder",
-            "world_size",
-            "output_dir",
-            "run_dir",
-            "tracking",
-            "timeout_s",
-            "cluster",
-            "study",
-            "experiment",
-        ),
+        *("tracking", "timeout_s", "cluster", "study", "experiment"),
         *("device", "threads", "batch", "link", "compile", "checkpointing"),
-        *("model.name", "model.sequence_length", "model.micro_batch_size", "strategy.name", "data.name"),
-        *("precision.name", "precision.reduce", "optimizer.name"),
-        *("model.channels_last", "measure.matmul_rate"),  # the rate is measured after the window
+        *("model.name", "model.sequence_length", "model.image_size", "model.micro_batch_size", "model.channels_last"),
+        *("strategy.name", "data.name", "precision.name", "precision.reduce", "optimizer.name"),
+        "measure.matmul_rate",  # measured after the window
     }
 )
 
@@ -88,7 +78,7 @@ def compared_fields(run: Run) -> dict[str, Any]:
     """Collect every field that has to agree, flat: of the summary, the config, the versions, and the commit."""
     assert run.summary is not None
     fields = {name: run.summary[name] for name in SUMMARY_FIELDS}
-    fields |= dict(_flat(run.config))
+    fields |= {key: value for key, value in run.settings.items() if not _is_ignored(key)}
     if run.summary["flops_per_step"] is not None:  # another model under one name
         fields["flops per sample"] = round(run.summary["flops_per_step"] / run.summary["global_batch_size"])
     fields |= {f"versions.{name}": version for name, version in as_dict(run.environment.get("versions")).items()}
@@ -101,15 +91,10 @@ def compared_fields(run: Run) -> dict[str, Any]:
     return fields | {"git.commit": as_dict(run.environment.get("git")).get("commit")}
 
 
-def _flat(config: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in config.items():
-        name = f"{prefix}{key}"
-        if name in CONFIG_IGNORED:
-            continue
-        if isinstance(value, dict):
-            yield from _flat(value, f"{name}.")
-        else:
-            yield name, value
+def _is_ignored(key: str) -> bool:
+    """Whether this config key, or a group that it lies in, has no say in whether runs are comparable."""
+    parts = key.split(".")
+    return any(".".join(parts[:end]) in CONFIG_IGNORED for end in range(1, len(parts) + 1))
 
 
 def _unknown(name: str, run: Run) -> bool:
