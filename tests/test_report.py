@@ -907,9 +907,9 @@ def test_contention_is_said_of_several_ranks_only(tmp_path: Path) -> None:
 
 
 def test_another_image_size_is_another_point_however_it_was_set(tmp_path: Path) -> None:
-    base = a_run(tmp_path / "base", image_size=224)
     named = CONFIG | {"model": CONFIG["model"] | {"image_size": 224}}
+    base = a_run(tmp_path / "base", image_size=224, config=CONFIG)
     same = a_run(tmp_path / "same", image_size=224, config=named)
-    other = a_run(tmp_path / "other", image_size=96)
+    other = a_run(tmp_path / "other", image_size=96, config=named)
     assert mismatches(same, base) == []
     assert mismatches(other, base) == ["image_size 96 vs 224"]
