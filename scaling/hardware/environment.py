@@ -52,6 +52,7 @@ def versions() -> dict[str, str | None]:
             found[package] = metadata.version(package)
         except metadata.PackageNotFoundError:
             found[package] = None
+    found["torch"] = torch.__version__  # names the build too, which the package's metadata may not
     nccl = torch.cuda.nccl.version() if torch.cuda.is_available() and torch.distributed.is_nccl_available() else None
     found["cuda"] = torch.version.cuda
     found["hip"] = torch.version.hip
