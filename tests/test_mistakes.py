@@ -237,6 +237,11 @@ def test_a_folder_of_the_users_adds_options(own_configs: Path, tmp_path: Path) -
     assert "seed: 3" in ended.stdout
 
 
+def test_batch_normalisation_over_one_value_is_refused(place: Path) -> None:
+    line = ["model=resnet_tiny", "model.image_size=32", "batch.micro_batch_size=1", "strategy=single"]
+    assert_refused(forked(line, place), "batch.micro_batch_size=1: at model.image_size=32", "use 2, or larger images")
+
+
 @pytest.mark.parametrize(
     ("line", "words"),
     [
