@@ -133,3 +133,20 @@ def test_the_slowest_device_is_what_a_job_is_held_to(
     config.measure.matmul_rate = False
     measurement._limits(setup, job, None)
     assert len(asked) == 1
+
+
+def test_a_counted_step_that_does_not_fit_loses_no_measurement(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any) -> StepCount:
+        raise torch.OutOfMemoryError("uncompiled it does not fit")
+
+    monkeypatch.setattr(measurement, "count_step", full)
+    config = TrainConfig(batch=BatchConfig(1, 1, 1))
+    engine = SimpleNamespace(reduce_dtype=None, gather_dtype=None, module=torch.nn.Linear(1, 1))
+    job: Any = SimpleNamespace(engine=engine, source=SimpleNamespace(batches=iter(())))
+    for size in (1, 2):
+        world: Any = SimpleNamespace(size=size, gather=lambda mine, size=size: [mine] * size)
+        checked = measurement._check(job, config, world)
+        assert (checked.count, checked.gradients_reduced) == (None, None)
+        assert checked.parameters_agree is (None if size == 1 else True)
+    s = composed(Limits(None, None, None), [None, None], count=None)
+    assert [s.syncs_per_step, s.comm_bytes_per_step, s.host_syncs_per_step] == [None] * 3
