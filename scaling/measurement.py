@@ -92,6 +92,7 @@ def measure(setup: Setup) -> Summary | None:
     noted = world.gather(rank_steps(timed.seconds, job.loop.noted, job.clock))
     tokens = job.workload.sequence_length is not None
     steps = job_steps(noted, len(timed.warmup_s), timed.plan.block_steps, tokens=tokens)
+    timing = summarise(steps, job.workload.sequence_length)
     if world.rank == 0:
         store.write_steps(setup.run_dir, steps)
     progress.update("checking what a step sends and that the ranks agree")
@@ -116,14 +117,13 @@ def measure(setup: Setup) -> Summary | None:
         threads=config.threads,
         cores_per_rank=job.cores_per_rank,
         flags=_flags(job, config, world, timed.window, checked)
-        + (["disturbed"] if (disturbed_s or 0.0) > DISTURBED * sum(timed.seconds[len(timed.warmup_s) :]) else [])
+        + (["disturbed"] if (disturbed_s or 0.0) > DISTURBED * timing.window_s else [])
         + device_flags(telemetry)
         + (["unreadable_samples"] if unreadable else []),
     )
     if world.rank != 0:
         return None
     _note_unreadable(setup, unreadable)
-    timing = summarise(steps, job.workload.sequence_length)
     summary = compose(config, world, job.workload, job.engine, timing=timing, facts=facts)
     store.write_summary(setup.run_dir, summary)
     return summary

@@ -33,6 +33,15 @@ def test_what_the_scheduler_counts_is_read(tmp_path: Path, monkeypatch: pytest.M
     assert read_shares(proc) == Shares(1.5, 0.75, 0.0, 3.0)  # stolen: the mean of 2 s and 4 s
 
 
+def test_a_thread_that_has_just_ended_takes_only_its_own_share_along(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0})
+    proc = a_proc(tmp_path, "1 1500000000 1", {"5": "250000000 9 9", "6": ""}, "cpu0 1 0 1 1 1 0 0 0 0 0\n")
+    (proc / "self" / "task" / "7").mkdir()  # its files are gone already
+    assert read_shares(proc) == Shares(1.5, 0.25, 0.0, 0.0)
+
+
 @pytest.mark.parametrize("missing", ["self", "stat"])
 def test_a_system_that_counts_nothing_is_none(missing: str, tmp_path: Path) -> None:
     proc = a_proc(tmp_path, "1 1 1", {}, "cpu0 1 0 1 1 1 0 0 0 0 0\n")

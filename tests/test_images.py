@@ -243,3 +243,10 @@ def test_half_of_the_crops_are_mirrored(tmp_path: Path) -> None:
     images = Images(find_images(tmp_path), 32)[np.arange(60)]["images"].float()
     mirrored = (images[:, 0, :, 0].mean(dim=1) > images[:, 0, :, -1].mean(dim=1)).sum()
     assert 15 <= int(mirrored) <= 45
+
+
+def test_a_file_that_vanishes_after_it_was_listed_is_a_broken_image(folder: Path) -> None:
+    found = find_images(folder)
+    (folder / "cat" / "1.png").unlink()
+    assert len(found.digest) == 16
+    assert Images(found, 32)[np.array([1])]["unreadable"].tolist() == [1]

@@ -6,6 +6,7 @@ The scheduler counts, per thread, how long it was ready to run and did not (Linu
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -40,16 +41,17 @@ class Shares:
 
 def read_shares(proc: Path = PROC) -> Shares | None:
     """Seconds since this process started; None where the system does not count them."""
-    me = str(os.getpid())
-    threads_s = 0.0
+    me = proc / "self" / "task" / str(os.getpid())
     try:
-        waited_s = _schedstat(proc / "self" / "task" / me)[1]
-        for task in (proc / "self" / "task").iterdir():
-            if task.name != me and (task / "schedstat").exists():
-                threads_s += _schedstat(task)[0]
+        waited_s = _schedstat(me)[1]
+        others = [task for task in me.parent.iterdir() if task.name != me.name]
         stolen_s = _stolen((proc / "stat").read_text(), os.sched_getaffinity(0))
     except (OSError, ValueError, IndexError, AttributeError):
         return None
+    threads_s = 0.0
+    for task in others:
+        with contextlib.suppress(OSError, ValueError):  # it has just ended
+            threads_s += _schedstat(task)[0]
     return Shares(waited_s, threads_s, _workers_s(), stolen_s)
 
 
@@ -72,11 +74,9 @@ def _stolen(stat: str, cores: set[int]) -> float:
 def _workers_s() -> float:
     total = 0.0
     for child in psutil.Process().children(recursive=True):
-        try:
+        with contextlib.suppress(psutil.Error):  # it has just ended
             times = child.cpu_times()
-        except psutil.Error:  # it has just ended
-            continue
-        total += times.user + times.system
+            total += times.user + times.system
     return total
 
 

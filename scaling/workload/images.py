@@ -51,7 +51,7 @@ class Folder:
         different days can tell that they read the same.
         """
         some = self.paths[:: max(1, len(self.paths) // SIZED)]
-        sizes = np.array([(self.root / os.fsdecode(bytes(path))).stat().st_size for path in some])
+        sizes = np.array([_size(self.root / os.fsdecode(bytes(path))) for path in some])
         return hashlib.sha256(self.paths.tobytes() + self.labels.tobytes() + sizes.tobytes()).hexdigest()[:16]
 
     def notes(self) -> list[str]:
@@ -64,6 +64,14 @@ class Folder:
         if len(self.classes) - len(self.empty) == 1:
             said.append("all images are of one class: the speed is real, the loss says nothing")
         return [f"data.path={self.root}: {text}" for text in said]
+
+
+def _size(file: Path) -> int:
+    """Bytes; -1 for a file that is gone since it was listed."""
+    try:
+        return file.stat().st_size
+    except OSError:
+        return -1
 
 
 def _some(names: tuple[str, ...], one: str, many: str) -> str:
@@ -85,7 +93,10 @@ def check_folder(root: Path) -> None:
 def find_images(root: Path) -> Folder:
     """Every image below the class folders of `root`, sorted by path. Raises ValueError in one line."""
     check_folder(root)
-    classes = sorted(entry.name for entry in os.scandir(root) if entry.is_dir() and not entry.name.startswith("."))
+    try:
+        classes = sorted(entry.name for entry in os.scandir(root) if entry.is_dir() and not entry.name.startswith("."))
+    except OSError as error:
+        raise ValueError(f"data.path={root}: cannot read it ({error.strerror})") from error
     if not classes:
         raise ValueError(f"data.path={root}: holds no folders; images lie in one folder per class")
     if SPLITS.issuperset(classes):
