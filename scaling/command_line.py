@@ -175,7 +175,7 @@ def _explain_one(line: CommandLine, overrides: list[Override], override: Overrid
                 return f"{text}: {key} is a group of keys, {', '.join(tree[key])}; write {key}.KEY=VALUE"
             return f"{text}: {str(problem).splitlines()[0]}"
     if owners := _owners(line, key, groups):
-        return f"{text}: {key} belongs to {' and '.join(owners)}; here {_siblings(key, known)}"
+        return f"{text}: {key} belongs to {', '.join(owners)}; here {_siblings(key, known)}"
     return f"{text}: no such key{_near(key, sorted({*known, *groups}))}; {_siblings(key, known)}"
 
 

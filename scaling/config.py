@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from hydra.core.config_store import ConfigStore
-from omegaconf import MISSING
+from omegaconf import MISSING, OmegaConf
 
 MAX_SEED = 2**31
 PRECISIONS = ("fp32", "tf32", "bf16", "fp16")
@@ -48,11 +48,61 @@ class DDPConfig(StrategyConfig):
 
 
 @dataclass
+class FSDPConfig(StrategyConfig):
+    name: str = "fsdp"
+    reshard: bool = True
+    coalesce_grad_reduction: bool = False
+
+
+@dataclass
+class Zero0Config(StrategyConfig):
+    """DeepSpeed's data parallel: its buckets and its order are fixed."""
+
+    name: str = "zero0"
+
+
+@dataclass
+class Zero1Config(StrategyConfig):
+    name: str = "zero1"
+    bucket_mb: float = DDPConfig.bucket_mb
+    overlap: bool = DDPConfig.overlap
+    defaults: str = "scaling"
+    offload_optimizer: bool = False
+
+
+@dataclass
+class Zero2Config(Zero1Config):
+    name: str = "zero2"
+    coalesce_grad_reduction: bool = False
+
+
+@dataclass
+class Zero3Config(Zero2Config):
+    """The thresholds are numbers of elements; None is DeepSpeed's own value."""
+
+    name: str = "zero3"
+    offload_parameters: bool = False
+    param_persistence_threshold: int | None = None
+    max_live_parameters: int | None = None
+    max_reuse_distance: int | None = None
+
+
+@dataclass
+class DeepSpeedConfig(StrategyConfig):
+    """`config` is the user's own DeepSpeed file; `settings` is what stands in it, which `validate` fills in."""
+
+    name: str = "deepspeed"
+    config: str | None = None
+    settings: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass
 class PrecisionConfig:
-    """`name` is the compute type; gradients travel in `reduce`."""
+    """`name` is the compute type; gradients travel in `reduce`; weights that are gathered, in `gather`."""
 
     name: str = MISSING
     reduce: str = "fp32"
+    gather: str = "auto"
 
 
 @dataclass
@@ -139,7 +189,16 @@ class TrainConfig:
 
 # Groups whose options differ in their keys.
 OPTIONS: dict[str, dict[str, type]] = {
-    "strategy": {"single": SingleConfig, "ddp": DDPConfig},
+    "strategy": {
+        "single": SingleConfig,
+        "ddp": DDPConfig,
+        "fsdp": FSDPConfig,
+        "zero0": Zero0Config,
+        "zero1": Zero1Config,
+        "zero2": Zero2Config,
+        "zero3": Zero3Config,
+        "deepspeed": DeepSpeedConfig,
+    },
     "data": {"synthetic": SyntheticConfig, "text": TextConfig, "images": ImagesConfig},
     "tracking": {"off": TrackingConfig},
 }
@@ -153,7 +212,10 @@ def register_schemas() -> None:
     store.store(group="schema", name="precision", node=PrecisionConfig)
     for group, options in OPTIONS.items():
         for name, node in options.items():
-            store.store(group=f"schema/{group}", name=name, node=node)
+            # As a key of its group, and the group's file is `@package _global_`: at the top of a file, or of a schema,
+            # Hydra would take `strategy.defaults` for a list of its own.
+            inner = {group: OmegaConf.structured(node)} if hasattr(node, "defaults") else node
+            store.store(group=f"schema/{group}", name=name, node=inner)
 
 
 def conf_dir() -> Path:
@@ -207,6 +269,7 @@ def validate(config: TrainConfig, world_size: int) -> TrainConfig:
     """The config with the batch filled in. Raises ValueError for what no machine of this world size can run."""
     _one_of("precision.name", config.precision.name, PRECISIONS)
     _one_of("precision.reduce", config.precision.reduce, ("fp32", "bf16"))
+    _one_of("precision.gather", config.precision.gather, ("auto", "fp32", "compute"))
     _one_of("optimizer.name", config.optimizer.name, ("adamw", "sgd"))
     measure, optimizer = config.measure, config.optimizer
     _at_least("measure.warmup_steps", measure.warmup_steps, 0)
@@ -228,11 +291,16 @@ def validate(config: TrainConfig, world_size: int) -> TrainConfig:
         _at_least(f"model.{name}", getattr(config.model, name), 1)
     if not 0 <= config.model.dropout < 1:
         raise ValueError(f"model.dropout={config.model.dropout}: must be in [0, 1)")
-    _validate_groups(config, world_size)
+    _validate_groups(config)
+    _validate_strategy(config.strategy, world_size)
+    if isinstance(config.strategy, DeepSpeedConfig):
+        from scaling.deepspeed_file import reconcile
+
+        config = reconcile(config, world_size)
     return replace(config, batch=resolve_batch(config.batch, config.model.micro_batch_size, world_size))
 
 
-def _validate_groups(config: TrainConfig, world_size: int) -> None:
+def _validate_groups(config: TrainConfig) -> None:
     for group, options in OPTIONS.items():
         chosen = getattr(config, group)
         if chosen.name not in options or type(chosen) is not options[chosen.name]:
@@ -247,13 +315,27 @@ def _validate_groups(config: TrainConfig, world_size: int) -> None:
         _at_least("data.workers", config.data.workers, 0)
     if isinstance(config.data, SyntheticConfig):
         _at_least("data.batches", config.data.batches, 1)
-    if isinstance(config.strategy, DDPConfig) and not 0 < config.strategy.bucket_mb < math.inf:
-        raise ValueError(f"strategy.bucket_mb={config.strategy.bucket_mb}: must be greater than 0")
-    if isinstance(config.strategy, SingleConfig) and world_size != 1:
+
+
+def _validate_strategy(strategy: StrategyConfig, world_size: int) -> None:
+    if isinstance(strategy, SingleConfig) and world_size != 1:
         raise ValueError(
             f"strategy=single is one device without a wrapper, but {world_size} ranks were started; "
             "use strategy=ddp, or --nproc_per_node=1"
         )
+    if isinstance(strategy, DDPConfig | Zero1Config) and not 0 < strategy.bucket_mb < math.inf:
+        raise ValueError(f"strategy.bucket_mb={strategy.bucket_mb}: must be greater than 0")
+    if isinstance(strategy, Zero1Config):
+        _one_of("strategy.defaults", strategy.defaults, ("scaling", "deepspeed"))
+        own = {"bucket_mb": DDPConfig.bucket_mb, "overlap": DDPConfig.overlap}
+        for name, default in own.items() if strategy.defaults == "deepspeed" else ():
+            if (value := getattr(strategy, name)) != default:
+                raise ValueError(
+                    f"strategy.{name}={value}: strategy.defaults=deepspeed takes DeepSpeed's own; leave out either"
+                )
+    if isinstance(strategy, Zero3Config):
+        for name in ("param_persistence_threshold", "max_live_parameters", "max_reuse_distance"):
+            _at_least(f"strategy.{name}", getattr(strategy, name), 0)
 
 
 def _one_of(key: str, value: str, allowed: tuple[str, ...]) -> None:

@@ -2,30 +2,49 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from scaling.config import DDPConfig, OptimizerConfig, SingleConfig, TrainConfig
-from scaling.engine.precision import Precision
-from scaling.workload import Batch, Workload
+from scaling.config import DDPConfig, FSDPConfig, OptimizerConfig, SingleConfig, TrainConfig, Zero0Config, Zero3Config
+from scaling.engine.precision import AUTOCAST, Precision
+from scaling.workload import Batch, Loss, Workload
 
 # Devices with fused optimizer kernels: torch.optim.AdamW, argument `fused`.
 FUSED = ("cpu", "cuda", "xpu", "mps", "hpu", "mtia")
 
 
+class Held(NamedTuple):
+    """The tensors that one rank keeps for each purpose; on whatever device, and some with the same storage.
+
+    What lies in the storage of an earlier field is that field's.
+    """
+
+    model: list[Tensor]
+    gradients: list[Tensor]
+    optimizer: list[Tensor]  # master weights included, where they are not the model's
+    buffers: list[Tensor]  # to send from
+
+
 class Engine(Protocol):
     """Trains a workload: `accumulate` once per micro-batch, `last` on the one that completes the step; then `step`.
 
-    `module` is the model without any wrapper, for checks; `skipped` counts the steps that loss scaling left out (a
-    device tensor or a number, read after the window).
+    `module` is the model without any wrapper and `loss` the workload's, both for checks; `parameter_dtype` is that of
+    the weights which the optimizer updates. A `gather_dtype` says that gradients or parameters are sharded, and how the
+    weights travel. `settings` is the config of DeepSpeed, as it holds; None for others. `skipped` counts the steps that
+    loss scaling left out (a device tensor or a number, read after the window).
     """
 
     module: nn.Module
+    loss: Loss
+    parameter_dtype: torch.dtype
     gather_dtype: torch.dtype | None
     reduce_dtype: torch.dtype | None
-    skipped: Tensor | int
+    settings: dict[str, Any] | None
+
+    @property
+    def skipped(self) -> Tensor | int: ...
 
     def accumulate(self, batch: Batch, *, last: bool) -> Tensor:
         """Forward and backward of one micro-batch; its share of the step's loss, detached, on the device."""
@@ -35,30 +54,87 @@ class Engine(Protocol):
         """Update the weights and clear the gradients."""
         ...
 
+    def held(self) -> Held: ...
 
-def make_optimizer(module: nn.Module, config: OptimizerConfig, device: torch.device) -> torch.optim.Optimizer:
-    """AdamW with torch's defaults, or plain SGD; fused where the device has it, which also reads nothing back."""
+
+def make_optimizer(
+    module: nn.Module, config: OptimizerConfig, device: torch.device, *, sharded: bool = False
+) -> torch.optim.Optimizer:
+    """AdamW with torch's defaults, or plain SGD; fused where the device has it, which also reads nothing back.
+
+    `sharded` parameters are DTensors, for which torch has a fused AdamW and no fused SGD.
+    """
     parameters = [p for p in module.parameters() if p.requires_grad]
     fused = device.type in FUSED or None
     if config.name == "sgd":
-        return torch.optim.SGD(parameters, lr=config.lr, fused=fused)
+        return torch.optim.SGD(parameters, lr=config.lr, fused=None if sharded else fused)
     return torch.optim.AdamW(parameters, lr=config.lr, fused=fused)
 
 
 def make_engine(config: TrainConfig, workload: Workload, device: torch.device, world_size: int) -> Engine:
-    """The engine of `config.strategy`."""
+    """The engine of `config.strategy`. Raises ValueError for a pair that its library does not allow."""
     precision = Precision.of(config.precision, device)
     precision.apply()
     if config.compile:
         workload.module.compile()
+    strategy, clip = config.strategy, config.optimizer.clip
+    weights = gathered_as(config, workload)
+    if isinstance(strategy, FSDPConfig):
+        from scaling.engine.fsdp import FSDPEngine
+
+        return FSDPEngine(
+            workload,
+            lambda module: make_optimizer(module, config.optimizer, device, sharded=True),
+            precision,
+            world_size,
+            gather_dtype=weights,
+            reshard=strategy.reshard,
+            coalesce=strategy.coalesce_grad_reduction,
+            clip=clip,
+        )
+    if not isinstance(strategy, SingleConfig | DDPConfig):
+        from scaling.engine.zero import ZeroEngine
+
+        return ZeroEngine(config, workload, precision, world_size, weights=weights)
     optimizer = make_optimizer(workload.module, config.optimizer, device)
-    if isinstance(config.strategy, SingleConfig):
+    if isinstance(strategy, SingleConfig):
         from scaling.engine.single import SingleEngine
 
-        return SingleEngine(workload, optimizer, precision, clip=config.optimizer.clip)
-    assert isinstance(config.strategy, DDPConfig)
+        return SingleEngine(workload, optimizer, precision, clip=clip)
     from scaling.engine.ddp import DDPEngine, DeferredEngine
 
-    kind = DDPEngine if config.strategy.overlap else DeferredEngine
-    bucket_mb, clip = config.strategy.bucket_mb, config.optimizer.clip
-    return kind(workload, optimizer, precision, world_size, bucket_mb=bucket_mb, clip=clip)
+    kind = DDPEngine if strategy.overlap else DeferredEngine
+    return kind(workload, optimizer, precision, world_size, bucket_mb=strategy.bucket_mb, clip=clip)
+
+
+def check_pair(config: TrainConfig, workload: Workload) -> None:
+    """Raise ValueError for a strategy and a model or setting that its library does not allow together."""
+    strategy, half = config.strategy, config.precision.name in AUTOCAST
+    where = f"strategy={strategy.name}"
+    if half and workload.batch_statistics and gathered_as(config, workload) != torch.float32:
+        raise ValueError(
+            f"{where} with precision.gather=compute: kernels of batch normalisation want float32 weights; leave "
+            "precision.gather=auto"
+        )
+    if (
+        isinstance(strategy, Zero3Config)
+        and half
+        and config.precision.reduce != "fp32"
+        and gathered_as(config, workload) == torch.float32
+    ):
+        raise ValueError(
+            f"{where} with float32 weights: DeepSpeed has one type for gathering and for reducing then; use "
+            "precision.reduce=fp32"
+        )
+
+
+def gathered_as(config: TrainConfig, workload: Workload) -> torch.dtype:
+    """The type of the weights that a sharding strategy gathers, or keeps beside its masters, to compute with.
+
+    Kernels of batch normalisation want float32 weights. Stage 0 of DeepSpeed shards nothing.
+    """
+    compute = AUTOCAST.get(config.precision.name, torch.float32)
+    gather = config.precision.gather
+    if gather == "fp32" or isinstance(config.strategy, Zero0Config):
+        return torch.float32
+    return torch.float32 if gather == "auto" and workload.batch_statistics else compute

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
+from scaling.engine import Held
 from scaling.engine.precision import Precision
 from scaling.workload import Batch, Workload
 
@@ -14,14 +17,16 @@ class SingleEngine:
 
     gather_dtype: torch.dtype | None = None
     reduce_dtype: torch.dtype | None = None
+    settings: dict[str, Any] | None = None
 
     def __init__(
         self, workload: Workload, optimizer: torch.optim.Optimizer, precision: Precision, *, clip: float | None = None
     ) -> None:
         self.module = workload.module
+        self.loss = workload.loss
         self.skipped: Tensor | int = 0
+        self.parameter_dtype = next(self.module.parameters()).dtype
         self._forward: nn.Module = workload.module
-        self._loss = workload.loss
         self._optimizer = optimizer
         self._precision = precision
         self._scaler = precision.scaler()
@@ -35,7 +40,7 @@ class SingleEngine:
     def _backward(self, batch: Batch, world_size: int) -> Tensor:
         """Back-propagate sum x world / step_targets, which a mean over ranks makes sum / step_targets."""
         with self._precision.autocast():
-            total, _ = self._loss(self._forward, batch.tensors)
+            total, _ = self.loss(self._forward, batch.tensors)
         share = total / batch.step_targets
         self._scaler.scale(share * world_size if world_size > 1 else share).backward()
         return share.detach()
@@ -44,7 +49,7 @@ class SingleEngine:
         """Unscale and clip once, update, clear; a step left out for non-finite gradients is counted."""
         scaler = self._scaler
         if self._clip is not None:
-            scaler.unscale_(self._optimizer)
+            self._unscale()
             nn.utils.clip_grad_norm_(self._parameters, self._clip)
         if not scaler.is_enabled():
             self._optimizer.step()
@@ -55,6 +60,18 @@ class SingleEngine:
             scaler.update()
             self.skipped = self.skipped + (scaler.scale(one) < before)
         self._clear()
+
+    def _unscale(self) -> None:
+        self._scaler.unscale_(self._optimizer)
+
+    def held(self) -> Held:
+        state = [value for values in self._optimizer.state.values() for value in values.values()]
+        return Held(
+            model=[*self.module.parameters(), *self.module.buffers()],
+            gradients=[p.grad for p in self._parameters if p.grad is not None],
+            optimizer=[value for value in state if isinstance(value, Tensor)],
+            buffers=[],
+        )
 
     def _clear(self) -> None:
         self._optimizer.zero_grad(set_to_none=True)

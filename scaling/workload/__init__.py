@@ -20,6 +20,8 @@ IGNORED = -100  # a target that is no loss term, as in torch.nn.functional.cross
 
 # What a loss takes: named tensors whose first dimension is the sample.
 Tensors = Mapping[str, Tensor]
+# The sum of the loss terms of a batch, and their number.
+Loss = Callable[[nn.Module, Tensors], tuple[Tensor, int | Tensor]]
 
 
 @dataclass(frozen=True)
@@ -47,7 +49,7 @@ class Workload:
     """
 
     module: nn.Module
-    loss: Callable[[nn.Module, Tensors], tuple[Tensor, int | Tensor]]
+    loss: Loss
     synthetic: Callable[[int, torch.Generator], Tensors]
     block_types: tuple[type[nn.Module], ...] = ()
     sequence_length: int | None = None
@@ -62,6 +64,21 @@ class Workload:
     def batch_statistics(self) -> bool:
         """Whether training depends on how samples are grouped into micro-batches: batch normalisation does that."""
         return any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in self.module.modules())
+
+    @property
+    def blocks(self) -> list[nn.Module]:
+        """The modules of `block_types` that have something to train and lie in no other."""
+        found: list[nn.Module] = []
+
+        def visit(module: nn.Module) -> None:
+            for child in module.children():
+                if isinstance(child, self.block_types) and any(p.requires_grad for p in child.parameters()):
+                    found.append(child)
+                else:
+                    visit(child)
+
+        visit(self.module)
+        return found
 
     @property
     def parameters(self) -> int:

@@ -18,14 +18,20 @@ def helps(device: torch.device, precision: str) -> bool:
     return device.type == "cpu" or (device.type == "cuda" and torch.version.hip is None and precision != "fp32")
 
 
-def lay_out(workload: Workload, choice: bool | None, device: torch.device, precision: str) -> Workload:
-    """The workload with weights laid out as `choice` says, None: where it helps. Only models of images are touched."""
+def lay_out(
+    workload: Workload, choice: bool | None, device: torch.device, precision: str, *, flat_weights: bool = False
+) -> Workload:
+    """The workload with images and weights laid out as `choice` says, None: where it helps; other models untouched.
+
+    Strategies that put weights into flat buffers want them in their order (`flat_weights`); convolutions then follow
+    the images.
+    """
     if workload.image_size is None:
         if choice is not None:
             raise ValueError(f"model.channels_last={str(choice).lower()}: this model takes no images")
         return workload
     last = helps(device, precision) if choice is None else choice
-    if last:
+    if last and not flat_weights:
         workload.module.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     return replace(workload, channels_last=last)
 

@@ -1,0 +1,39 @@
+"""What a strategy does otherwise than its options, or a user's file, would let one think."""
+
+from __future__ import annotations
+
+import torch
+
+from scaling import deepspeed_file
+from scaling.config import DeepSpeedConfig, FSDPConfig, TrainConfig, Zero1Config, Zero3Config
+from scaling.engine import gathered_as
+from scaling.engine.zero_config import OWN_THRESHOLDS
+from scaling.measure.volume import Layout
+from scaling.workload import Workload
+
+
+def notes(config: TrainConfig, workload: Workload, layout: Layout) -> list[str]:
+    """One line each, for the terminal."""
+    strategy = config.strategy
+    if isinstance(strategy, DeepSpeedConfig):
+        return [f"{strategy.config}: {note}" for note in deepspeed_file.notes(config)]
+    if isinstance(strategy, FSDPConfig) and not workload.blocks:
+        return ["fsdp: the model names no block_types, so that all its parameters are gathered at once"]
+    if isinstance(strategy, Zero3Config):
+        return _kept(strategy, layout)
+    overlaps = isinstance(strategy, Zero1Config) and strategy.overlap and not strategy.offload_optimizer
+    if overlaps and strategy.name == "zero1" and gathered_as(config, workload) == torch.bfloat16:
+        return ["zero1 with bf16: DeepSpeed reduces after backward, in one bucket; overlap and bucket_mb are idle"]
+    return []
+
+
+def _kept(strategy: Zero3Config, layout: Layout) -> list[str]:
+    threshold = strategy.param_persistence_threshold
+    threshold = OWN_THRESHOLDS["param_persistence_threshold"] if threshold is None else threshold
+    kept = sum(weight.elements for weight in layout.weights if weight.elements <= threshold)
+    if kept < layout.elements / 2:
+        return []
+    return [
+        f"zero3: parameters of up to {threshold:,} elements, {kept / layout.elements:.0%} of this model, stay gathered "
+        "on every rank; strategy.param_persistence_threshold=0 shares them out"
+    ]
