@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 
@@ -20,26 +22,32 @@ from scaling.measure.clock import Clock
 from scaling.measure.collectives import StepCount, count_step
 from scaling.measure.loop import TrainingLoop
 from scaling.measure.matmul import cache_folder, matmul_rate
+from scaling.measure.memory_terms import largest_terms, memory_terms, textbook_bytes
 from scaling.measure.statistics import half_width, summarise
 from scaling.measure.summary import Facts, Limits, compose, job_steps, rank_steps
+from scaling.measure.volume import Volume, expected_volume
 from scaling.measure.window import Plan, Window, run_window
 from scaling.preparation import Job, Setup, prepare, times
 from scaling.reporting.progress import Progress
 from scaling.results import store
-from scaling.results.record import Memory, Summary, Telemetry
+from scaling.results.record import Memory, MemoryTerms, Summary, Telemetry
 from scaling.world import World
 
 SHOWN_NAMES = 5
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class Checked:
-    """What one untimed step sent, and whether this was data-parallel training.
+    """What untimed steps sent and held, and whether this was data-parallel training.
 
-    None for a world of one; `count` and `gradients_reduced` also where such a step did not fit into memory.
+    The last two are None for a world of one; `count`, `memory` and `gradients_reduced` also where such a step did not
+    fit into memory.
     """
 
+    volume: Volume
     count: StepCount | None
+    memory: MemoryTerms | None
     gradients_reduced: bool | None
     parameters_agree: bool | None
 
@@ -112,6 +120,9 @@ def measure(setup: Setup) -> Summary | None:
         disturbed_s=disturbed_s,
         peak_memory=memory.largest(world.gather(timed.peak_memory)),
         count=checked.count,
+        volume=checked.volume,
+        memory_terms=checked.memory,
+        textbook=textbook_bytes(config, job.engine, world.size),
         gradients_reduced=checked.gradients_reduced,
         parameters_agree=checked.parameters_agree,
         threads=config.threads,
@@ -124,7 +135,9 @@ def measure(setup: Setup) -> Summary | None:
     if world.rank != 0:
         return None
     _note_unreadable(setup, unreadable)
-    summary = compose(config, world, job.workload, job.engine, timing=timing, facts=facts)
+    summary = compose(
+        config, world, job.workload, job.engine, parameters=job.layout.elements, timing=timing, facts=facts
+    )
     store.write_summary(setup.run_dir, summary)
     return summary
 
@@ -182,21 +195,30 @@ def _compiles_by_shape(config: TrainConfig) -> bool:
 
 
 def _check(job: Job, config: TrainConfig, world: World) -> Checked:
-    """Count one more step, and compare the weights of the ranks; collective. The count is that of the busiest rank."""
-    mine = None
-    with contextlib.suppress(torch.OutOfMemoryError):  # uncompiled, where compiled steps just fit: the window counts
-        mine = count_step(job.engine, lambda: next(job.source.batches), config.batch.sizes[1], world.size)
-    counts = [each for each in world.gather(mine) if each is not None]
-    count, reduced = None, None
-    if len(counts) == world.size:
-        count = max(counts, key=lambda each: (each.syncs, sum(each.bytes.values()), each.host_syncs))
-        width = (job.engine.reduce_dtype or torch.float32).itemsize
-        reduced = all(each.reduces(width) for each in counts)
+    """Look into two more steps, and compare the weights of the ranks; collective. The count is the busiest rank's."""
+    accumulation, next_batch = config.batch.sizes[1], lambda: next(job.source.batches)
+    volume = expected_volume(config, job.engine, job.layout, world.size)
+    terms = _together(world, lambda: memory_terms(job.engine, next_batch, accumulation, world.device))
+    counts = _together(world, lambda: count_step(job.engine, next_batch, accumulation, world.size))
+    count = max(counts, key=lambda each: (each.syncs, sum(each.bytes.values()), each.host_syncs), default=None)
+    held = largest_terms(terms) if terms else None
     if world.size == 1:
-        return Checked(count, None, None)
+        return Checked(volume, count, held, None, None)
+    width = (job.engine.reduce_dtype or torch.float32).itemsize
+    reduced = all(each.reduces(width) for each in counts) if counts else None
     if job.engine.gather_dtype is not None:  # sharded: gathering makes them agree whatever happened
-        return Checked(count, reduced, None)
-    return Checked(count, reduced, not agreement.disagreeing(world.gather(agreement.fingerprint(job.engine.module))))
+        return Checked(volume, count, held, reduced, None)
+    agree = not agreement.disagreeing(world.gather(agreement.fingerprint(job.engine.module)))
+    return Checked(volume, count, held, reduced, agree)
+
+
+def _together(world: World, look: Callable[[], T]) -> list[T]:
+    """What each rank saw; empty where that did not fit into memory on one, as uncompiled where compiled steps do."""
+    mine = None
+    with contextlib.suppress(torch.OutOfMemoryError):
+        mine = look()
+    seen = [each for each in world.gather(mine) if each is not None]
+    return seen if len(seen) == world.size else []
 
 
 def _limits(setup: Setup, job: Job, telemetry: Telemetry | None) -> Limits:
@@ -224,12 +246,16 @@ def _note_unreadable(setup: Setup, names: list[str]) -> None:
 
 def _flags(job: Job, config: TrainConfig, world: World, window: Window, checked: Checked) -> list[str]:
     """The flags that the steps alone do not show; collective."""
+    settings = job.engine.settings or {}
     raised = {
         "host_bound": any(world.gather(window.host_bound)),
         "oversubscribed": any(world.gather(job.oversubscribed)),
         "varying_shapes": _compiles_by_shape(config) and any(world.gather(len(job.loop.shapes) > 1)),
         "mixed_devices": len({member.device_name for member in world.members}) > 1,
+        "sync_each_step": bool(settings.get("wall_clock_breakdown") or settings.get("memory_breakdown")),
+        "profiled": bool(settings.get("flops_profiler", {}).get("enabled")),
         "not_counted": checked.count is None,
+        "unexpected_communication": checked.count is not None and not checked.volume.holds(checked.count),
         "gradients_not_reduced": checked.gradients_reduced is False,
         "parameters_disagree": checked.parameters_agree is False,
     }

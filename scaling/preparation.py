@@ -7,11 +7,15 @@ from pathlib import Path
 
 import torch
 
-from scaling.config import ImagesConfig, TextConfig, TrainConfig
-from scaling.engine import Engine, make_engine
+from scaling.config import DDPConfig, ImagesConfig, SingleConfig, TextConfig, TrainConfig
+from scaling.engine import Engine, check_pair, make_engine
+from scaling.engine.deepspeed_ready import import_deepspeed
+from scaling.engine.notes import notes as strategy_notes
+from scaling.engine.zero_config import stage
 from scaling.hardware import cores, environment, memory
 from scaling.measure.clock import Clock, make_clock
 from scaling.measure.loop import TrainingLoop
+from scaling.measure.volume import Layout
 from scaling.ranks import hosts, place_on_machine
 from scaling.reporting.progress import Progress
 from scaling.results import store
@@ -44,6 +48,7 @@ class Job:
     workload: Workload
     source: Source
     engine: Engine
+    layout: Layout  # of the parameters, before a strategy took them
     clock: Clock
     loop: TrainingLoop
     flops_per_rank: int | None  # of one step; known on rank 0
@@ -61,17 +66,20 @@ def prepare(setup: Setup) -> Job:
     setup.progress.update(f"building {config.model.name} on {world.members[0].device_name}")
     workload, source = world.together(lambda: _build(config, world, allowed))
     _same_data(world, source)
+    layout = Layout.of(workload)
     _write_environment(setup, source, allowed)
     flops, hardware_flops = _count_flops(config) if world.rank == 0 else (None, None)
-    notes = source.notes + _of_workers(config, ranks, len(allowed))
+    notes = source.notes + _of_workers(config, ranks, len(allowed)) + strategy_notes(config, workload, layout)
     _warn(setup, flops, crowded, notes)
     world.barrier()  # counting costs seconds on rank 0; nobody shall wait for it inside a training step
     torch.manual_seed(config.seed + 1 + world.rank)  # dropout draws differently on every rank
-    engine = make_engine(config, workload, world.device, world.size)
+    engine = world.together(lambda: make_engine(config, workload, world.device, world.size))
+    if world.rank == 0 and engine.settings is not None:
+        store.write_deepspeed(setup.run_dir, engine.settings)
     clock = make_clock(world.device)
     loop = TrainingLoop(engine, source.batches, config.batch.sizes[1], clock)
     memory.forget_setup(world.device)
-    return Job(workload, source, engine, clock, loop, flops, hardware_flops, bound, crowded)
+    return Job(workload, source, engine, layout, clock, loop, flops, hardware_flops, bound, crowded)
 
 
 def _count_flops(config: TrainConfig) -> tuple[int | None, int | None]:
@@ -89,7 +97,8 @@ def times(value: int | None, factor: int) -> int | None:
 
 def _build(config: TrainConfig, world: World, allowed_cores: list[int]) -> tuple[Workload, Source]:
     workload = build(config.model, world.device, config.seed)
-    workload = lay_out(workload, config.model.channels_last, world.device, config.precision.name)
+    flat = not isinstance(config.strategy, SingleConfig | DDPConfig)
+    workload = lay_out(workload, config.model.channels_last, world.device, config.precision.name, flat_weights=flat)
     if workload.batch_statistics and workload.ours and config.batch.sizes[0] == 1 and (workload.image_size or 0) <= 32:
         raise ValueError(
             f"batch.micro_batch_size=1: at model.image_size={workload.image_size} the last layers see one pixel of one "
@@ -97,6 +106,9 @@ def _build(config: TrainConfig, world: World, allowed_cores: list[int]) -> tuple
         )
     if not workload.ours:
         check_loss(workload, world.device)
+    if stage(config.strategy) is not None:
+        import_deepspeed()
+    check_pair(config, workload)
     if config.checkpointing:
         checkpoint_blocks(workload)
     place = Place(world.rank, world.size, world.device, allowed_cores)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import sys
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 
@@ -12,6 +15,7 @@ from scaling.command import repeat_command, run
 from scaling.config import ImagesConfig, SingleConfig, TextConfig, TrainConfig, digest
 from scaling.endings import Watcher
 from scaling.engine.precision import check_precision
+from scaling.engine.zero_config import offloads, stage
 from scaling.ranks import Launch, Refused
 from scaling.reporting.progress import Progress
 from scaling.reporting.run_table import print_run
@@ -48,8 +52,9 @@ def main(config: TrainConfig, launch: Launch) -> int:
 
         if world.rank == 0:
             store.write_config(run_dir, asdict(config), command, world.size)
-        summary = measure(Setup(config, world, run_dir, command, progress))
-        world.close()
+        with output_aside():
+            summary = measure(Setup(config, world, run_dir, command, progress))
+            world.close()
     except Refused as mistake:
         progress.clear()
         store.write_error(run_dir, "config", mistake.rank, str(mistake))  # the first to get there; all know the same
@@ -63,9 +68,28 @@ def main(config: TrainConfig, launch: Launch) -> int:
     return 0
 
 
+@contextlib.contextmanager
+def output_aside() -> Iterator[None]:
+    """Send what libraries, compilers and a user's model print to standard error: standard output is for the result."""
+    sys.stdout.flush()
+    kept = os.dup(sys.stdout.fileno())
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+    try:
+        yield
+    finally:
+        sys.stdout.flush()
+        os.dup2(kept, sys.stdout.fileno())
+        os.close(kept)
+
+
 def check_host(config: TrainConfig, device: torch.device) -> None:
     """Raise ValueError for what this host or its device cannot do."""
     check_precision(config.precision.name, device)
+    if stage(config.strategy) is not None:
+        from scaling.engine.deepspeed_ready import check_deepspeed, prepare_environment
+
+        check_deepspeed(config.strategy.name, device.type, offloads(config.strategy))
+        prepare_environment(device)
     if isinstance(config.data, ImagesConfig):
         from scaling.workload.images import check_folder
 

@@ -46,6 +46,12 @@ def read_peak(device: torch.device, was_reset: bool) -> Memory:
     return Memory(peaks_gib[0] if peaks_gib else None, None, "host_resident")
 
 
+def allocated(device: torch.device) -> int | None:
+    """Bytes that the device's allocator has handed out now; None where it does not tell, as on hosts."""
+    read = None if device.type == "cpu" else _function(device, "memory_allocated")
+    return None if read is None else int(read(device))
+
+
 def _function(device: torch.device, name: str) -> Callable[..., Any] | None:
     """A function of `torch.cuda` or its like, None where the backend lacks it.
 

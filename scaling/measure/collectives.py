@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -108,13 +110,21 @@ class StepCount:
     world_size: int
     micro_steps: list[list[Collective]] = field(default_factory=list)
     host_syncs: int = 0
-    gradient_elements: int = 0  # of the parameters that had a gradient before the update
+    gradient_elements: int = 0  # of the parameters that got a gradient
 
     @property
     def bytes(self) -> dict[str, float]:
         """Per kind: payload x busbw factor."""
+        return self._sent(least_elements=0)
+
+    @property
+    def tensor_bytes(self) -> dict[str, float]:
+        """The same without single numbers, as norms and overflow checks are."""
+        return self._sent(least_elements=2)
+
+    def _sent(self, least_elements: int) -> dict[str, float]:
         total: dict[str, float] = {}
-        for collective in (c for micro_step in self.micro_steps for c in micro_step):
+        for collective in (c for micro_step in self.micro_steps for c in micro_step if c.elements >= least_elements):
             sent = collective.payload_bytes * busbw_factor(collective.kind, self.world_size)
             total[collective.kind] = total.get(collective.kind, 0.0) + sent
         return total
@@ -145,9 +155,32 @@ def count_step(engine: Engine, next_batch: Callable[[], Batch], accumulation_ste
         count.micro_steps.append(recorder.collectives)
         count.host_syncs += recorder.host_syncs
 
-    for micro_step in range(1, accumulation_steps + 1):
-        batch = next_batch()
-        record(lambda batch=batch, last=micro_step == accumulation_steps: engine.accumulate(batch, last=last))  # type: ignore[misc]
-    count.gradient_elements = sum(p.numel() for p in engine.module.parameters() if p.grad is not None)
+    with _gradients_of(engine.module) as with_gradient:
+        for micro_step in range(1, accumulation_steps + 1):
+            batch = next_batch()
+            record(lambda batch=batch, last=micro_step == accumulation_steps: engine.accumulate(batch, last=last))  # type: ignore[misc]
+        count.gradient_elements = sum(with_gradient())
     record(engine.step)
     return count
+
+
+@contextlib.contextmanager
+def _gradients_of(module: nn.Module) -> Iterator[Callable[[], list[int]]]:
+    """Gives the sizes of the parameters that got a gradient meanwhile: ZeRO takes gradients away as they come, and
+    FSDP computes them for other tensors than the parameters.
+    """
+    parameters = [p for p in module.parameters() if p.requires_grad]
+    seen: set[int] = set()
+    handles = [p.register_hook(functools.partial(_note, seen, id(p))) for p in parameters]
+    yield lambda: [elements(p) for p in parameters if id(p) in seen or p.grad is not None]
+    for handle in handles:
+        handle.remove()
+
+
+def _note(seen: set[int], key: int, gradient: Tensor) -> None:
+    seen.add(key)
+
+
+def elements(parameter: Tensor) -> int:
+    """Of the whole parameter, however much of it lies here."""
+    return int(getattr(parameter, "ds_numel", parameter.numel()))

@@ -16,7 +16,8 @@ from scaling.hardware.telemetry import lowest_clock, total_energy
 from scaling.measure.clock import Clock
 from scaling.measure.collectives import StepCount
 from scaling.measure.loop import Noted
-from scaling.results.record import SCHEMA_VERSION, Link, Memory, Step, Summary, Telemetry, Timing
+from scaling.measure.volume import Volume
+from scaling.results.record import SCHEMA_VERSION, Link, Memory, MemoryTerms, Step, Summary, Telemetry, Timing
 from scaling.workload import Workload
 from scaling.world import World
 
@@ -102,6 +103,9 @@ class Facts:
     disturbed_s: float | None
     peak_memory: Memory
     count: StepCount | None
+    volume: Volume
+    memory_terms: MemoryTerms | None
+    textbook: dict[str, float]
     gradients_reduced: bool | None
     parameters_agree: bool | None
     threads: int
@@ -110,7 +114,14 @@ class Facts:
 
 
 def compose(
-    config: TrainConfig, world: World, workload: Workload, engine: Engine, *, timing: Timing, facts: Facts
+    config: TrainConfig,
+    world: World,
+    workload: Workload,
+    engine: Engine,
+    *,
+    parameters: int,
+    timing: Timing,
+    facts: Facts,
 ) -> Summary:
     """`summary.json` of a training run; what this version cannot measure is None."""
     micro, accumulation, total = config.batch.sizes
@@ -127,10 +138,10 @@ def compose(
         model=config.model.name,
         strategy=config.strategy.name,
         precision=config.precision.name,
-        parameter_dtype=dtype_name(next(engine.module.parameters()).dtype) or "",
+        parameter_dtype=dtype_name(engine.parameter_dtype) or "",
         gather_dtype=dtype_name(engine.gather_dtype),
         reduce_dtype=dtype_name(engine.reduce_dtype),
-        optimizer=config.optimizer.name,
+        optimizer=_optimizer(config, engine),
         compile=config.compile,
         checkpointing=config.checkpointing,
         data=facts.data,
@@ -143,7 +154,7 @@ def compose(
         accumulation_steps=accumulation,
         global_batch_size=total,
         sequence_length=workload.sequence_length,
-        parameters=workload.parameters,
+        parameters=parameters,
         flops_per_step=facts.flops_per_step,
         hardware_flops_per_step=facts.hardware_flops_per_step,
         block_steps=facts.block_steps,
@@ -175,8 +186,20 @@ def compose(
         image_size=workload.image_size,
         channels_last=workload.channels_last,
         batch_statistics=workload.batch_statistics,
+        memory_terms_gib=facts.memory_terms,
+        textbook_bytes_per_parameter=facts.textbook,
+        expected_syncs_per_step=facts.volume.syncs,
+        expected_comm_bytes_per_step=facts.volume.bytes,
+        textbook_comm_bytes_per_step=facts.volume.textbook,
+        comm_notes=facts.volume.notes or None,
         flags=timing.flags + facts.flags,
     )
+
+
+def _optimizer(config: TrainConfig, engine: Engine) -> str:
+    """By name; a user's DeepSpeed file may bring another one."""
+    own = (engine.settings or {}).get("optimizer") or {}
+    return str(own.get("type", config.optimizer.name)).lower()
 
 
 def _over(value: float | None, by: float | None) -> float | None:

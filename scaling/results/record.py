@@ -90,6 +90,22 @@ class Telemetry:
 
 
 @dataclass(frozen=True)
+class MemoryTerms:
+    """GiB that one rank's device holds for each purpose, measured in untimed steps; the largest over ranks.
+
+    `activations` is what one forward leaves for its backward, `gathered` the weights that are whole at that moment
+    only because they were gathered. On a host all lies in the memory of the process.
+    """
+
+    model: float | None  # parameters and buffers, as they lie between steps
+    gradients: float | None  # the most between two micro-steps, or before the update
+    optimizer: float | None  # its state, and master weights beside the model's
+    buffers: float | None  # to send from, where they stay between steps
+    activations: float | None
+    gathered: float | None
+
+
+@dataclass(frozen=True)
 class Link:
     """What was asked for, what carried the bytes, and how we know; no observation, no label."""
 
@@ -169,3 +185,9 @@ class Summary:
     image_size: int | None = None
     channels_last: bool | None = None  # of images; None for models without
     batch_statistics: bool | None = None  # true: normalises over a micro-batch, whose size then changes training
+    memory_terms_gib: MemoryTerms | None = None
+    textbook_bytes_per_parameter: dict[str, float] | None = None  # model, gradients, optimizer: of this strategy
+    expected_syncs_per_step: int | None = None  # computed from strategy, settings, accumulation and ranks
+    expected_comm_bytes_per_step: dict[str, float] | None = None  # likewise, {kind: bytes}; checked against the count
+    textbook_comm_bytes_per_step: float | None = None  # what the strategy's paper would send, at the same types
+    comm_notes: list[str] | None = None  # why the expected differs from the textbook

@@ -65,6 +65,11 @@ def write_environment(run_dir: Path, environment: dict[str, Any]) -> None:
     _write(run_dir / "environment.json", json.dumps(environment, indent=2) + "\n")
 
 
+def write_deepspeed(run_dir: Path, settings: dict[str, Any]) -> None:
+    """`deepspeed.json`: the DeepSpeed config as it holds, of the form that `strategy.config` takes."""
+    _write(run_dir / "deepspeed.json", json.dumps(settings, indent=2) + "\n")
+
+
 def extend_environment(run_dir: Path, facts: dict[str, Any]) -> None:
     """Add what was only learnt while the run went on."""
     environment = json.loads((run_dir / "environment.json").read_text())

@@ -1,0 +1,222 @@
+"""What a strategy should send in one optimizer step, computed from its settings, and what its textbook says."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from scaling.config import DDPConfig, FSDPConfig, SingleConfig, TrainConfig
+from scaling.deepspeed_file import reductions_per_step, settings_stage
+from scaling.engine import Engine
+from scaling.engine.zero_config import coalesces
+from scaling.measure.collectives import StepCount, busbw_factor
+from scaling.workload import Workload
+
+# Settings of a user's DeepSpeed file that change what is sent in ways that are not computed here, and the values with
+# which they do not.
+OTHER_WAYS: dict[str, tuple[Any, ...]] = {
+    "zero_quantized_weights": (False,),
+    "zero_quantized_gradients": (False,),
+    "zero_hpz_partition_size": (1,),
+    "allgather_partitions": (True,),
+    "use_multi_rank_bucket_allreduce": (True,),
+    "reduce_scatter": (True,),
+    "stage3_use_all_reduce_for_fetch_params": (False,),
+    "stage3_model_persistence_threshold": (),
+}
+ALIGNMENT = 2  # DeepSpeed's stages 1 and 2 pad their flat weights to a multiple of this x ranks
+
+
+@dataclass(frozen=True)
+class Weight:
+    """One trainable parameter: its elements, the length of its first dimension, how many modules own it, and its block.
+
+    `block` numbers the block that it lies in; None outside of all.
+    """
+
+    elements: int
+    first: int
+    owners: int
+    block: int | None
+
+    def padded(self, ranks: int) -> int:
+        """As ZeRO-3 cuts it, flat."""
+        return math.ceil(self.elements / ranks) * ranks
+
+    def padded_rows(self, ranks: int) -> int:
+        """As FSDP2 cuts it, along its first dimension."""
+        return math.ceil(self.first / ranks) * ranks * (self.elements // self.first)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The trainable parameters of a model, taken before a strategy shards them."""
+
+    weights: list[Weight]
+
+    @property
+    def elements(self) -> int:
+        return sum(weight.elements for weight in self.weights)
+
+    @classmethod
+    def of(cls, workload: Workload) -> Layout:
+        owners: dict[int, int] = {}
+        for module in workload.module.modules():
+            for parameter in module.parameters(recurse=False):
+                owners[id(parameter)] = owners.get(id(parameter), 0) + 1
+        blocks = {
+            id(parameter): number for number, block in enumerate(workload.blocks) for parameter in block.parameters()
+        }
+        return cls(
+            [
+                Weight(p.numel(), p.shape[0] if p.dim() else 1, owners[id(p)], blocks.get(id(p)))
+                for p in workload.module.parameters()
+                if p.requires_grad
+            ]
+        )
+
+
+@dataclass(frozen=True)
+class Volume:
+    """Per rank and optimizer step; bytes are payload x busbw factor.
+
+    `bytes` is None where it is not computed, and a kind's value is the least where `most` has another one.
+    """
+
+    syncs: int | None
+    bytes: dict[str, float] | None
+    most: dict[str, float] = field(default_factory=dict)
+    textbook: float | None = None
+    notes: list[str] = field(default_factory=list)
+
+    def holds(self, count: StepCount) -> bool:
+        """Whether what was counted is what was expected; single numbers, as norms are, do not count."""
+        if self.syncs != count.syncs and self.syncs is not None:
+            return False
+        if self.bytes is None:
+            return True
+        sent = count.tensor_bytes
+        for kind in {*self.bytes, *(kind for kind, total in sent.items() if total)}:
+            least, counted = self.bytes.get(kind, 0.0), sent.get(kind, 0.0)
+            most = self.most.get(kind, least)
+            if not least * (1 - ROUNDING) <= counted <= most * (1 + ROUNDING):
+                return False
+        return True
+
+
+ROUNDING = 1e-9  # of a sum of products with (n-1)/n
+
+
+def expected_volume(config: TrainConfig, engine: Engine, layout: Layout, ranks: int) -> Volume:
+    """What a step of this engine should send."""
+    strategy, accumulation = config.strategy, config.batch.sizes[1]
+    if ranks == 1:
+        return Volume(0 if isinstance(strategy, SingleConfig) else None, {}, textbook=0.0)
+    reduced = (engine.reduce_dtype or torch.float32).itemsize
+    gathered = (engine.gather_dtype or torch.float32).itemsize
+    if isinstance(strategy, DDPConfig):
+        return _replicated(layout, ranks, reduced)
+    if isinstance(strategy, FSDPConfig):
+        return _fsdp(strategy, layout, ranks, accumulation, (gathered, reduced))
+    assert engine.settings is not None
+    zero = engine.settings["zero_optimization"]
+    number = settings_stage(engine.settings)
+    if other := [key for key, usual in OTHER_WAYS.items() if key in zero and zero[key] not in usual]:
+        return Volume(None, None, notes=[f"not computed for {', '.join(other)}"])
+    reductions = reductions_per_step(number, accumulation, coalesces(strategy))
+    if number == 0:
+        return _replicated(layout, ranks, reduced)
+    if number < 3:
+        return _zero12(layout, ranks, reductions, (gathered, reduced))
+    times = (accumulation, reductions, config.checkpointing)
+    return _zero3(zero, layout, ranks, times, (gathered, reduced))
+
+
+def _replicated(layout: Layout, ranks: int, reduced: int) -> Volume:
+    sent = layout.elements * reduced * busbw_factor("all_reduce", ranks)
+    return Volume(1, {"all_reduce": sent}, textbook=sent)
+
+
+def _fsdp(strategy: FSDPConfig, layout: Layout, ranks: int, accumulation: int, widths: tuple[int, int]) -> Volume:
+    gathered, reduced = widths
+    factor = busbw_factor("all_gather", ranks)
+    reductions = reductions_per_step(3, accumulation, strategy.coalesce_grad_reduction)  # FSDP is ZeRO-3 in this
+    blocks = sum(w.padded_rows(ranks) for w in layout.weights if w.block is not None)
+    rest = sum(w.padded_rows(ranks) for w in layout.weights if w.block is None)
+    gathers = blocks * (2 if strategy.reshard else 1) + rest
+    notes = []
+    if strategy.reshard and rest:
+        notes.append("what lies outside the blocks stays gathered from forward to backward")
+    if not strategy.reshard:
+        notes.append("reshard=false: weights stay gathered from forward to backward")
+    if reductions != accumulation:
+        notes.append("coalesce_grad_reduction: reduced once per step")
+    if blocks + rest != layout.elements:
+        notes.append("shards are padded to equal first dimensions")
+    sent = {
+        "all_gather": accumulation * gathers * gathered * factor,
+        "reduce_scatter": reductions * (blocks + rest) * reduced * factor,
+    }
+    return Volume(reductions, sent, textbook=_textbook3(layout, ranks, accumulation, widths), notes=notes)
+
+
+def _zero12(layout: Layout, ranks: int, reductions: int, widths: tuple[int, int]) -> Volume:
+    gathered, reduced = widths
+    factor = busbw_factor("all_gather", ranks)
+    multiple = ALIGNMENT * ranks
+    padded = math.ceil(layout.elements / multiple) * multiple
+    sent = {
+        "all_reduce": reductions * layout.elements * reduced * busbw_factor("all_reduce", ranks),
+        "all_gather": padded * gathered * factor,
+    }
+    textbook = layout.elements * (reductions * reduced + gathered) * factor
+    notes = ["DeepSpeed all-reduces its buckets, where the textbook scatters: twice the bytes"]
+    if padded != layout.elements:
+        notes.append(f"weights are padded to a multiple of {multiple} elements")
+    return Volume(reductions, sent, textbook=textbook, notes=notes)
+
+
+def _zero3(
+    zero: dict[str, Any], layout: Layout, ranks: int, times: tuple[int, int, bool], widths: tuple[int, int]
+) -> Volume:
+    accumulation, reductions, recomputes = times
+    gathered, reduced = widths
+    factor = busbw_factor("all_gather", ranks)
+    threshold = zero["stage3_param_persistence_threshold"]
+    kept = [w for w in layout.weights if w.elements <= threshold]
+    cut = [w for w in layout.weights if w.elements > threshold]
+    stays = sum(w.padded(ranks) for w in kept)
+    once = stays + accumulation * sum(w.padded(ranks) for w in cut)
+    twice = stays + accumulation * sum(w.padded(ranks) * w.owners * 2 for w in cut)
+    again = accumulation * sum(w.padded(ranks) * w.owners for w in cut if w.block is not None) if recomputes else 0
+    frees_all = zero["stage3_max_live_parameters"] == zero["stage3_max_reuse_distance"] == 0
+    upper = (twice + again) * gathered * factor
+    notes = []
+    if kept:
+        notes.append(
+            f"{len(kept)} parameters of up to {threshold} elements stay gathered, and are gathered once per step"
+        )
+    if not frees_all and cut:
+        notes.append(
+            f"weights used again within max_reuse_distance stay gathered: all_gather up to {upper / 1e6:.4g} MB"
+        )
+    if frees_all and any(w.owners > 1 for w in cut):
+        notes.append("a tied weight is gathered for each module that owns it")
+    if again:
+        notes.append("checkpointing runs forward again in backward, and may gather again for it")
+    if reductions != accumulation:
+        notes.append("coalesce_grad_reduction: reduced once per step")
+    sent = {
+        "all_gather": (twice if frees_all else once) * gathered * factor,
+        "reduce_scatter": reductions * sum(w.padded(ranks) for w in layout.weights) * reduced * factor,
+    }
+    return Volume(reductions, sent, {"all_gather": upper}, _textbook3(layout, ranks, accumulation, widths), notes)
+
+
+def _textbook3(layout: Layout, ranks: int, accumulation: int, widths: tuple[int, int]) -> float:
+    """Weights gathered for forward and for backward, gradients scattered, in every micro-step: ZeRO, section 7.2.2."""
+    gathered, reduced = widths
+    return accumulation * layout.elements * (2 * gathered + reduced) * busbw_factor("all_gather", ranks)
