@@ -13,13 +13,15 @@ from scaling.reporting.terminal import print_report
 from scaling.results.reader import read_runs
 
 EPILOG = """\
-One row per run, failed and unfinished ones included; then weak scaling (work per device fixed) and strong scaling
-(global batch fixed), against `single` and against the same strategy on one device; then what the loader costs, of
-runs on real data that have a run on synthetic data beside them. Where runs are not comparable there is no ratio, and
-the reason. In a pipe or a file a row is one line.
+One row per run, failed and unfinished ones included; then strategies side by side, where several trained the same;
+weak scaling (work per device fixed) and strong scaling (global batch fixed), against `single` and against the same
+strategy on one device; what the loader costs, of runs on real data that have a run on synthetic data beside them; what
+a step sends, and what memory is held for. Where runs are not comparable there is no ratio, and the reason. In a pipe
+or a file a row is one line.
 
 With --output the same tables are in report.md, and the numbers behind them, in the units of the records, in runs.csv,
-scaling.csv and loader.csv. Files of these names that an earlier report wrote are replaced, others never.
+scaling.csv, loader.csv and strategies.csv. Files of these names that an earlier report wrote are replaced, others
+never.
 
   python -m scaling.report runs
   python -m scaling.report runs --output report

@@ -72,7 +72,7 @@ def missing_files(run: Run) -> list[str]:
 
 def contradictions(summary: dict[str, Any]) -> list[str]:
     """Find numbers of one record that exclude each other, as when one rank's rate stands for the whole job."""
-    return _of_rates(summary) + _of_compute(summary)
+    return _of_rates(summary) + _of_compute(summary) + _of_communication(summary) + _of_memory(summary)
 
 
 def _of_rates(summary: dict[str, Any]) -> list[str]:
@@ -124,6 +124,31 @@ def _of_compute(summary: dict[str, Any]) -> list[str]:
         if None not in (model, hardware) and hardware < model * (1 - ROUNDING):
             reasons.append(f"{more} {hardware:g} is below {less} {model:g}")
     return reasons
+
+
+def _of_communication(summary: dict[str, Any]) -> list[str]:
+    """Reductions against micro-steps, and bytes of which nobody sends fewer than none; counted and expected alike."""
+    reasons = []
+    most = summary["accumulation_steps"]
+    for name in ("syncs_per_step", "expected_syncs_per_step"):
+        if summary[name] is not None and not 0 <= summary[name] <= most:
+            reasons.append(f"{name} {summary[name]} is not within 0 and accumulation_steps {most}")
+    for name in ("comm_bytes_per_step", "expected_comm_bytes_per_step"):
+        kinds = (summary[name] or {}).items()
+        reasons += [f"{name}.{kind} {value:g} is below 0" for kind, value in kinds if value < 0]
+    if (textbook := summary["textbook_comm_bytes_per_step"]) is not None and textbook < 0:
+        reasons.append(f"textbook_comm_bytes_per_step {textbook:g} is below 0")
+    return reasons
+
+
+def _of_memory(summary: dict[str, Any]) -> list[str]:
+    """Terms of the memory that a rank holds, and what the textbook says of them."""
+    return [
+        f"{name}.{term} {value:g} is below 0"
+        for name in ("memory_terms_gib", "textbook_bytes_per_parameter")
+        for term, value in (summary[name] or {}).items()
+        if isinstance(value, int | float) and value < 0
+    ]
 
 
 def impossible_values(summary: dict[str, Any]) -> list[str]:

@@ -35,6 +35,8 @@ EQUAL_RATES, COMPARABLE_RATES = 1.1, 1.5
 TRANSPORT_VARIABLES = ("NCCL_", "GLOO_")
 # None here is no other setting: nothing to gather or to reduce, a package unused, a layout that no record had yet.
 NONE_MATCHES = ("parameter_dtype", "gather_dtype", "reduce_dtype", "versions.deepspeed", "channels_last")
+# How a DeepSpeed file names the batch, which is compared as what makes a point.
+DEEPSPEED_BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 
 # Config keys that a difference in speed cannot come from, that follow from the swept field, or whose outcome is in
 # the summary (`threads: null` and `threads: 1` may be the same run).
@@ -43,7 +45,9 @@ CONFIG_IGNORED = frozenset(
         *("tracking", "timeout_s", "cluster", "study", "experiment"),
         *("device", "threads", "batch", "link", "compile", "checkpointing"),
         *("model.name", "model.sequence_length", "model.image_size", "model.micro_batch_size", "model.channels_last"),
-        *("strategy.name", "data.name", "precision.name", "precision.reduce", "optimizer.name"),
+        *("strategy.name", "data.name", "precision.name", "precision.reduce", "precision.gather", "optimizer.name"),
+        "strategy.config",  # where a DeepSpeed file lies; what stands in it is strategy.settings
+        *(f"strategy.settings.{key}" for key in DEEPSPEED_BATCH),
         "measure.matmul_rate",  # measured after the window
     }
 )
@@ -141,9 +145,20 @@ def remarks(run: Run, base: Run, role: str = "baseline") -> list[str]:
         said.append(
             f"the device itself was not equally fast: matrix products at {rates[0]:.3g} vs {rates[1]:.3g} TFLOPS"
         )
+    if (copies := computes_on_copies(run, base)) and base.summary:
+        casts = f"the {role} casts {base.summary['parameter_dtype']} weights at each operation"
+        said.append(f"computes on {copies} copies of the weights, {casts}")
     if others := other_hosts(run, base):
         said.append(f"{role} ran on another host ({', '.join(others)})")
     return said
+
+
+def computes_on_copies(run: Run, base: Run) -> str | None:
+    """Give the type of the weights' copies that a run computes on, where the other run makes none."""
+    assert run.summary is not None and base.summary is not None
+    copies = run.summary["gather_dtype"]
+    made = copies not in (None, run.summary["parameter_dtype"]) and base.summary["gather_dtype"] is None
+    return str(copies) if made else None
 
 
 def _matmul_rates(run: Run, base: Run) -> tuple[float, float] | None:

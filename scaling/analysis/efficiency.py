@@ -7,8 +7,16 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from scaling.analysis.believable import refusals
-from scaling.analysis.comparable import batch_change, batch_relation, mismatches, other_hosts, points, remarks
-from scaling.analysis.ratio import Ratio, divide, times
+from scaling.analysis.comparable import (
+    batch_change,
+    batch_relation,
+    computes_on_copies,
+    mismatches,
+    other_hosts,
+    points,
+    remarks,
+)
+from scaling.analysis.ratio import Ratio, divide, rates, times
 from scaling.results.reader import Run
 
 Kind = Literal["weak", "strong"]
@@ -38,7 +46,7 @@ def weak_efficiency(runs: Sequence[Run], base: Sequence[Run]) -> Ratio:
     """E(N) = X(N) / (N x X(1)), X in samples/s of the whole job. Raises ValueError unless work per device is fixed."""
     _require("weak", runs, base)
     world = _world_size(runs[0])
-    return divide(runs, base, [x / world for x in _rates(runs)], _rates(base))
+    return divide(runs, base, [x / world for x in rates(runs)], rates(base))
 
 
 def strong_efficiency(runs: Sequence[Run], base: Sequence[Run]) -> Ratio:
@@ -65,10 +73,6 @@ def _require(kind: Kind, runs: Sequence[Run], base: Sequence[Run]) -> None:
 def _world_size(run: Run) -> int:
     assert run.world_size is not None
     return run.world_size
-
-
-def _rates(runs: Sequence[Run]) -> list[float]:
-    return [float(run.summary["samples_per_s"]) for run in runs if run.summary]
 
 
 def scaling_rows(runs: Iterable[Run]) -> list[Row]:
@@ -157,6 +161,8 @@ def _judge(row: Row) -> Row:
     assert row.efficiency is not None
     if row.runs[0].world_size == 1:
         return row  # what a wrapper costs on the same device: a gain is rare, and possible
+    if computes_on_copies(row.runs[0], row.baseline[0]):
+        return row  # a baseline that casts its weights at every operation does more work per device than the run
     least = row.efficiency.value if row.efficiency.low is None else row.efficiency.low
     if least <= 1 + 1e-9:
         return row

@@ -5,20 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from scaling.analysis.arms import arm_mismatches
 from scaling.analysis.believable import refusals
-from scaling.analysis.comparable import mismatches, other_hosts, points, remarks, transport_variables
+from scaling.analysis.comparable import other_hosts, points, remarks
 from scaling.analysis.ratio import Ratio, divide, times
 from scaling.results.reader import Run
 
 MIXED = "text-mixed"
 BIDIRECTIONAL = "scaling.workload.bert:bert"
 SYNTHETIC = "synthetic"  # made on the device before the window: a loader that costs nothing
-NAMES = {
-    "strategy": "strategy",
-    "world_size": "N",
-    "micro_batch_size": "micro-batch",
-    "accumulation_steps": "accumulation",
-}
 
 
 @dataclass(frozen=True)
@@ -96,22 +91,5 @@ def _reasons(run: Run, other: Run) -> list[str]:
     return [
         *refusals(run),
         *(f"{SYNTHETIC}: {reason}" for reason in refusals(other)),
-        *_of_the_point(run, other),
-        *mismatches(run, other, apart="data"),
+        *arm_mismatches(run, other, apart="data"),
     ]
-
-
-def _of_the_point(run: Run, other: Run) -> list[str]:
-    """Compare what makes a point: scaling sweeps it, and here it has to agree. One device sends nothing."""
-    assert run.summary is not None and other.summary is not None
-    pairs = {name: (getattr(run, key), getattr(other, key)) for key, name in NAMES.items()}
-    if run.world_size == other.world_size != 1:
-        pairs["nodes"] = run.summary["nodes"], other.summary["nodes"]
-        pairs["link.requested"] = run.summary["link"]["requested"], other.summary["link"]["requested"]
-        mine, theirs = transport_variables(run), transport_variables(other)
-        pairs |= {name: (mine.get(name), theirs.get(name)) for name in sorted(mine | theirs)}
-    return [f"{name} {_show(a)} vs {_show(b)}" for name, (a, b) in pairs.items() if a != b]
-
-
-def _show(value: object) -> str:
-    return "none" if value is None else str(value)

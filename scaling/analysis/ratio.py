@@ -44,6 +44,11 @@ def times(runs: Sequence[Run]) -> list[float]:
     return [float(run.summary["step_time_s"]["mean"]) for run in runs if run.summary]
 
 
+def rates(runs: Sequence[Run]) -> list[float]:
+    """Samples per second of the whole job, of completed runs."""
+    return [float(run.summary["samples_per_s"]) for run in runs if run.summary]
+
+
 def divide(runs: Sequence[Run], base: Sequence[Run], top: list[float], bottom: list[float]) -> Ratio:
     """Divide mean(top) by mean(bottom), with the interval or range that so many runs allow."""
     value, counts = mean(top) / mean(bottom), (len(runs), len(base))

@@ -9,9 +9,12 @@ from typing import Any
 
 from scaling.analysis.believable import contradictions, impossible_values
 from scaling.analysis.devices import odd_devices
+from scaling.analysis.strategies import label
+from scaling.analysis.traffic import sent_bytes
 from scaling.results.reader import Run, as_dict
 
 RANK_SPREAD = 0.05  # the slowest rank is named from here on
+STRATEGY_WORDS = 12  # "(DeepSpeed's" stays whole
 
 
 @dataclass(frozen=True)
@@ -108,6 +111,16 @@ def _matmul(run: Run) -> str:
     return percent(run.summary["matmul_share"]) + of
 
 
+def megabytes(sent: float) -> str:
+    """Write bytes in MB of 1e6."""
+    return number(sent / 1e6)
+
+
+def _sent(run: Run) -> str:
+    """Give what one rank sends per step, all kinds together."""
+    return "" if (sent := sent_bytes(run)) is None else megabytes(sent)
+
+
 def _link(run: Run) -> str:
     """Name what was observed to carry the bytes; what was only asked for is no label."""
     if run.summary is None or run.world_size == 1:
@@ -165,16 +178,18 @@ def settings(runs: Sequence[Run]) -> Callable[[Run], str]:
 
 
 def _looks(run: Run) -> tuple[str, ...]:
-    return run.model, run.strategy, text(run.world_size), batch(run), _setting(run)
+    return run.model, label(run), text(run.world_size), batch(run), _setting(run)
 
 
 NAMES = (
     Column("model", lambda run: run.model, words=10),
-    Column("strategy", lambda run: run.strategy, words=8),
+    Column("strategy", label, words=STRATEGY_WORDS),
 )
-SPEED = (
+SIZE = (
     Column("N", lambda run: text(run.world_size)),
     Column("micro x acc\n(global)", batch),
+)
+SPEED = (
     Column("step time\nms", _step_time),
     Column("samples/s", _measured("samples_per_s")),
     Column("samples/s\nper device", _measured("samples_per_s_per_device")),
@@ -192,6 +207,7 @@ REST = (
     Column("peak memory\nGiB", _memory),
     Column("data\nwait", _data_wait),
     Column("syncs\n/step", _measured("syncs_per_step", str)),
+    Column("sent\nMB/step", _sent, needs=lambda run: bool(sent_bytes(run))),
     Column("link", _link, words=10, optional=True),
     Column("flags", _state, words=20),
 )

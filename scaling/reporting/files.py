@@ -8,7 +8,16 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from scaling.reporting.markdown import HEADING, markdown
-from scaling.reporting.sheets import LOADER_COLUMNS, RUNS_HEAD, SCALING_COLUMNS, loader_sheet, runs_sheet, scaling_sheet
+from scaling.reporting.sheets import (
+    LOADER_COLUMNS,
+    RUNS_HEAD,
+    SCALING_COLUMNS,
+    STRATEGY_COLUMNS,
+    loader_sheet,
+    runs_sheet,
+    scaling_sheet,
+    strategies_sheet,
+)
 from scaling.results.reader import Run, is_run
 
 # How the first line of each file begins if a report wrote it: two columns tell ours from a table of somebody else's.
@@ -17,14 +26,16 @@ BEGINNINGS = {
     "runs.csv": ",".join(RUNS_HEAD[:2]),
     "scaling.csv": ",".join(SCALING_COLUMNS[:2]),
     "loader.csv": ",".join(LOADER_COLUMNS[:2]),
+    "strategies.csv": ",".join(STRATEGY_COLUMNS[:2]),
 }
 
 
 def write_files(runs: Sequence[Run], folder: Path) -> str:
     """Write the report into the folder and say which files. Raises ValueError, and has then replaced none."""
     contents = {"report.md": markdown(runs), "runs.csv": runs_sheet(runs), "scaling.csv": scaling_sheet(runs)}
-    if (loader := loader_sheet(runs)) is not None:
-        contents["loader.csv"] = loader
+    for name, sheet in (("loader.csv", loader_sheet(runs)), ("strategies.csv", strategies_sheet(runs))):
+        if sheet is not None:
+            contents[name] = sheet
     try:
         _check(folder, contents)
         stale = [folder / name for name in BEGINNINGS if name not in contents and _ours(folder / name)]

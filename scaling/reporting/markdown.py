@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 
-from scaling.reporting.tables import Table, prepare
+from scaling.reporting.table import Table
+from scaling.reporting.tables import prepare
 from scaling.results.reader import Run
 
 HEADING = "# Scaling report"

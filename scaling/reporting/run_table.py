@@ -8,7 +8,10 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from scaling.reporting.columns import milliseconds, number, percent, setting
+from scaling.analysis.memory import TERMS, bytes_per_parameter
+from scaling.analysis.traffic import differing, surprise
+from scaling.reporting.columns import megabytes, milliseconds, number, percent, setting
+from scaling.reporting.memory_table import REST, beside
 
 # What each flag means for the number beside it.
 FLAGS = {
@@ -30,6 +33,9 @@ FLAGS = {
     "not_counted": "the untimed step that counts what is sent did not fit into memory: nobody checked the gradients",
     "gradients_not_reduced": "the gradients were not averaged over ranks: this is not data-parallel training",
     "parameters_disagree": "the ranks hold different weights: this is not data-parallel training",
+    "unexpected_communication": "what was sent is not what this strategy should send: see comm_notes",
+    "sync_each_step": "host and device waited for each other at every step: no efficiency is computed",
+    "profiled": "a profiler ran inside the window and slowed it down: no efficiency is computed",
 }
 
 
@@ -77,22 +83,13 @@ def _rows(s: dict[str, Any]) -> list[tuple[str, str]]:
             ("TFLOPS/device", f"{s['tflops_per_device']:.4g} ({number(s['flops_per_step'] / 1e9)} GFLOP per step)")
         )
     rows += _limits(s)
-    rows += _memory(s["peak_memory_gib"])
+    rows += _memory(s["peak_memory_gib"]) + _held(s)
     if (s["disturbed_s"] or 0) > 0.01 * s["window_s"]:
         rows.append(
             ("other programs", f"took {s['disturbed_s'] / s['window_s']:.1%} of the window from a rank's cores")
         )
     rows.append(("waiting for data", f"{s['data_wait_s'] / s['window_s']:.2%} of the window"))
-    if s["world_size"] > 1:
-        if s["comm_bytes_per_step"] is not None:
-            sent = f"{sum(s['comm_bytes_per_step'].values()) / 1e6:,.2f} MB per rank"
-            rows.append(("communication", f"{s['syncs_per_step']} gradient reduction(s) per step, {sent}"))
-        rows.append(
-            (
-                "checked",
-                f"gradients reduced: {_yes(s['gradients_reduced'])}, parameters agree: {_yes(s['parameters_agree'])}",
-            )
-        )
+    rows += _communication(s) if s["world_size"] > 1 else []
     rows.append(("loss", f"{_number(s['loss']['first'])} -> {_number(s['loss']['last'])}"))
     return rows
 
@@ -119,6 +116,39 @@ def _memory(memory: dict[str, Any]) -> list[tuple[str, str]]:
         return []
     held = "" if memory["reserved"] is None else f" allocated, {memory['reserved']:.2f} reserved"
     return [("peak memory", f"{memory['allocated']:.2f} GiB{held} ({memory['kind'].replace('_', ' ')})")]
+
+
+def _held(s: dict[str, Any]) -> list[tuple[str, str]]:
+    """What the memory of the rank that holds most is for, as far as it was told apart."""
+    terms, textbook = s["memory_terms_gib"] or {}, s["textbook_bytes_per_parameter"] or {}
+    each = bytes_per_parameter(s)
+    said = []
+    for name in (*TERMS, *REST):
+        if terms.get(name) is None:
+            continue
+        share = "" if each.get(name) is None else f" ({beside(each[name], textbook.get(name))} B/parameter)"
+        said.append(f"{name} {number(terms[name])} GiB{share}")
+    of = " (measured / textbook)" if textbook and said else ""
+    return [("memory held", f"{', '.join(said)}{of}")] if said else []
+
+
+def _communication(s: dict[str, Any]) -> list[tuple[str, str]]:
+    """What several ranks sent each other in a step, and what was checked of it."""
+    rows = []
+    sent, expected = s["comm_bytes_per_step"], s["expected_comm_bytes_per_step"] or {}
+    if sent is not None:
+        each = ", ".join(f"{kind} {megabytes(value)}" for kind, value in sent.items())
+        total = f"{sum(sent.values()) / 1e6:,.2f} MB per rank" + (f" ({each})" if each else "")
+        rows.append(("communication", f"{s['syncs_per_step']} gradient reduction(s) per step, {total}"))
+        if said := surprise(s):
+            named = [kind for kind in differing(s) if kind != "reductions"]
+            computed = [f"{s['expected_syncs_per_step']} reduction(s)"] * ("reductions" in differing(s))
+            computed += [f"{kind} {megabytes(expected.get(kind, 0.0))} MB" for kind in named]
+            rows.append(("expected", f"{', '.join(computed)} ({said})" if computed else said))
+    # Of what is sharded every rank holds a part, and gathering makes copies agree whatever happened.
+    sharded = " (sharded)" if s["parameters_agree"] is None and s["gather_dtype"] is not None else ""
+    agree = f"{_yes(s['parameters_agree'])}{sharded}"
+    return [*rows, ("checked", f"gradients reduced: {_yes(s['gradients_reduced'])}, parameters agree: {agree}")]
 
 
 def _devices(s: dict[str, Any]) -> str:

@@ -7,12 +7,16 @@ import io
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import is_dataclass
-from typing import Any, get_type_hints
+from types import NoneType, UnionType
+from typing import Any, get_args, get_origin, get_type_hints
 
 from scaling.analysis.believable import refusals
 from scaling.analysis.efficiency import scaling_rows
 from scaling.analysis.loading import loader_rows
+from scaling.analysis.memory import TERMS
 from scaling.analysis.ratio import Ratio
+from scaling.analysis.strategies import cost, label, strategy_rows
+from scaling.analysis.traffic import sent_bytes
 from scaling.reporting.tables import namer, relative
 from scaling.reporting.verdicts import flags
 from scaling.results.reader import Run, as_dict
@@ -27,9 +31,14 @@ SAID = ("reasons", "remarks", "flags")
 SPEEDUP = ("speedup", "speedup_low", "speedup_high")
 SCALING_COLUMNS = (
     *("kind", *POINT, "runs", "against", "baseline", "efficiency", *OF_RATIO, *SPEEDUP, "impossible"),
-    *SAID,
+    *("syncs_per_step", "sent_bytes_per_step", *SAID),
 )
 LOADER_COLUMNS = ("runs", "synthetic", "data", *POINT, "share", *OF_RATIO, "data_wait", *SAID)
+STRATEGY_COLUMNS = (
+    *("runs", "reference", *POINT, "label", "throughput", *OF_RATIO, "step_time_s", "peak_memory_gib"),
+    *(f"{term}_bytes_per_parameter" for term in TERMS),
+    *("activations_gib", "syncs_per_step", "sent_bytes_per_step", "host_syncs_per_step", *SAID),
+)
 FORMULA = ("=", "+", "-", "@", "\t", "\r")  # what a spreadsheet takes as the start of a formula
 
 
@@ -75,6 +84,8 @@ def _fields(run: Run) -> Iterator[tuple[str, Any]]:
             yield name, None if value is None else _json(value)
         elif name == "flags":
             yield name, " ".join(value or [])
+        elif name == "comm_notes":
+            yield name, "; ".join(value or [])
         else:
             yield from _flat(name, value)
 
@@ -91,6 +102,8 @@ def _flat(name: str, value: Any) -> Iterator[tuple[str, Any]]:
 
 def _columns(name: str, hint: Any, records: Iterable[Mapping[str, Any]]) -> list[str]:
     """Name the columns of a field of the record, in the record's order; of free keys in that of the alphabet."""
+    if get_origin(hint) is UnionType:  # of a mapping with fixed keys, or of anything, and None
+        hint = next(of for of in get_args(hint) if of is not NoneType)
     if is_dataclass(hint):
         inner = (_columns(f"{name}.{key}", of, ()) for key, of in get_type_hints(hint).items())
         return [column for columns in inner for column in columns]
@@ -113,6 +126,7 @@ def scaling_sheet(runs: Sequence[Run]) -> str:
             "speedup_low": row.speedup and row.speedup.low,
             "speedup_high": row.speedup and row.speedup.high,
             "impossible": row.impossible,
+            **_traffic(row.runs),
             "reasons": "; ".join(row.reasons),
             "remarks": "; ".join(row.remarks),
             "flags": " ".join(flags((*row.runs, *row.baseline))),
@@ -139,6 +153,40 @@ def loader_sheet(runs: Sequence[Run]) -> str | None:
         for row in loader_rows(run for run in runs if run.readable)
     ]
     return _sheet(LOADER_COLUMNS, table) if table else None
+
+
+def strategies_sheet(runs: Sequence[Run]) -> str | None:
+    """Write one row per measured point beside its reference; None where there is but one strategy."""
+    named = namer(runs)
+    table = []
+    for row in strategy_rows(run for run in runs if run.readable):
+        held = cost(row.runs)
+        table.append(
+            {
+                **_point(row.runs, named),
+                "reference": _names(row.reference, named),
+                "label": label(row.runs[0]),
+                **_ratio("throughput", row.throughput),
+                "step_time_s": held.step_time_s,
+                "peak_memory_gib": held.peak_memory_gib,
+                **{f"{term}_bytes_per_parameter": value for term, value in held.bytes_per_parameter.items()},
+                "activations_gib": held.activations_gib,
+                "syncs_per_step": held.syncs_per_step,
+                "sent_bytes_per_step": held.sent_bytes,
+                "host_syncs_per_step": held.host_syncs_per_step,
+                "reasons": "; ".join(row.reasons),
+                "remarks": "; ".join(row.remarks),
+                "flags": " ".join(flags((*row.runs, *row.reference))),
+            }
+        )
+    return _sheet(STRATEGY_COLUMNS, table) if table else None
+
+
+def _traffic(runs: Sequence[Run]) -> Cells:
+    """What the first of a point's runs that was counted sends; runs.csv has it of each."""
+    counted = next((run for run in runs if sent_bytes(run) is not None), runs[0])
+    syncs = counted.summary and counted.summary["syncs_per_step"]
+    return {"syncs_per_step": syncs, "sent_bytes_per_step": sent_bytes(counted)}
 
 
 def _point(runs: Sequence[Run], named: Callable[[Run], str]) -> Cells:

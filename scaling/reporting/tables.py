@@ -9,7 +9,12 @@ from pathlib import Path
 from scaling.analysis.comparable import arms_with_one_transport
 from scaling.analysis.efficiency import Kind, Row, scaling_rows
 from scaling.analysis.loading import LoaderRow, loader_rows
-from scaling.reporting.columns import DEVICE, NAMES, REST, SPEED, Column, batch, percent, settings, text
+from scaling.analysis.strategies import strategy_rows
+from scaling.reporting.columns import DEVICE, NAMES, REST, SIZE, SPEED, Column, percent, settings
+from scaling.reporting.memory_table import memory_table
+from scaling.reporting.strategy_tables import STRATEGY_NOTE, strategy_tables
+from scaling.reporting.table import Heading, Names, Table, point_cells, point_headings
+from scaling.reporting.traffic_table import traffic_table
 from scaling.reporting.verdicts import loader_verdict, speedup, verdict
 from scaling.results.reader import Run
 
@@ -33,29 +38,6 @@ ONE_RUN_NOTE = (
 
 
 @dataclass(frozen=True)
-class Heading:
-    """A column's name, which may have two lines. Words stand left and fold at so many letters; 0 is a number."""
-
-    name: str
-    words: int = 0
-
-    @property
-    def line(self) -> str:
-        """The name on one line."""
-        return self.name.replace("\n/", "/").replace("\n", " ")
-
-
-@dataclass(frozen=True)
-class Table:
-    """Cells under a title. `states` has, per row, how the run ended; empty where rows are no single runs."""
-
-    title: str
-    headings: tuple[Heading, ...]
-    rows: tuple[tuple[str, ...], ...]
-    states: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
 class Report:
     """All that is to be shown of some runs, in this order."""
 
@@ -67,30 +49,34 @@ class Report:
 def prepare(runs: Sequence[Run], *, wide: bool) -> Report:
     """Fill all tables that have a row; `wide` puts all columns of a run side by side, and ids beside the numbers."""
     shown = [run for run in runs if run.readable]
-    labels = {run.path: f"#{number}" for number, run in enumerate(shown, start=1)}
-    rows, loading = scaling_rows(shown), loader_rows(shown)
-    tables = _run_tables(shown, labels, wide)
+    names = Names({run.path: f"#{number}" for number, run in enumerate(shown, start=1)}, wide)
+    rows, loading, strategies = scaling_rows(shown), loader_rows(shown), strategy_rows(shown)
+    tables = [*_run_tables(shown, names), *strategy_tables(strategies, names)]
     for kind in ("weak", "strong", None):
-        tables += _scaling_table(kind, [row for row in rows if row.kind == kind], labels, wide)
-    tables += _loader_table(loading, labels, wide)
-    ratios = [*(row.efficiency for row in rows), *(row.share for row in loading)]
+        tables += _scaling_table(kind, [row for row in rows if row.kind == kind], names)
+    tables += [*_loader_table(loading, names), *traffic_table(shown, names), *memory_table(shown, names)]
+    ratios = [row.efficiency for row in rows] + [row.share for row in loading] + [row.throughput for row in strategies]
     once = any(ratio is not None and ratio.basis == "ci95" for ratio in ratios)
+    notes = [STRATEGY_NOTE] * bool(strategies) + _notes(shown, names.labels, once=once)
     skipped = (f"{relative(run.path)}: {run.problem}" for run in runs if not run.readable)
-    return Report(tuple(tables), tuple(_notes(shown, labels, once=once)), tuple(skipped))
+    return Report(tuple(tables), tuple(notes), tuple(skipped))
 
 
-def _run_tables(runs: Sequence[Run], labels: dict[Path, str], wide: bool) -> list[Table]:
+def _run_tables(runs: Sequence[Run], names: Names) -> list[Table]:
     """Make one table of all columns where they fit, else one per group of columns, each with a row per run."""
-    number = Column("#", lambda run: labels[run.path])
-    name = Column("run", namer(runs), words=22)
-    first = [*NAMES, Column("setting", settings(runs), words=15), *SPEED]
-    if wide:
-        return [_run_table("Runs", [number, name, *first, *DEVICE, *REST], runs)]
-    speed = _run_table("Runs: speed", [number, *first], runs)
-    rest = _run_table("Runs: memory, waiting, flags", [number, name, *REST], runs)
-    if not any(column.shown(runs) for column in DEVICE):
-        return [speed, rest]
-    return [speed, _run_table("Runs: use of the devices", [number, name, *DEVICE], runs), rest]
+    number = Column("#", lambda run: names.labels[run.path])
+    run = Column("run", namer(runs), words=22)
+    setting = Column("setting", settings(runs), words=15)
+    if names.wide:
+        return [_run_table("Runs", [number, run, *NAMES, setting, *SIZE, *SPEED, *DEVICE, *REST], runs)]
+    tables = [
+        _run_table("Runs", [number, run, *NAMES, *SIZE, setting], runs),
+        _run_table("Runs: speed", [number, *NAMES, SIZE[0], *SPEED], runs),
+        _run_table("Runs: memory, waiting, flags", [number, run, *REST], runs),
+    ]
+    if any(column.shown(runs) for column in DEVICE):
+        tables.insert(2, _run_table("Runs: use of the devices", [number, run, *DEVICE], runs))
+    return tables
 
 
 def _run_table(title: str, columns: Iterable[Column], runs: Sequence[Run]) -> Table:
@@ -103,34 +89,24 @@ def _run_table(title: str, columns: Iterable[Column], runs: Sequence[Run]) -> Ta
     )
 
 
-def _scaling_table(kind: Kind | None, rows: Sequence[Row], labels: dict[Path, str], wide: bool) -> list[Table]:
-    headings = [*_point_headings(), Heading("baseline", 10)]
+def _scaling_table(kind: Kind | None, rows: Sequence[Row], names: Names) -> list[Table]:
+    headings = [*point_headings(), Heading("baseline", 10)]
     headings += [*[Heading("speed-up")] * (kind == "strong"), Heading("efficiency", 20)]
     table = []
     for row in rows:
-        cells = [*_point(row.runs, labels, wide), f"{row.against} {_members(row.baseline, labels, wide)}".strip()]
+        cells = [*point_cells(row.runs, names), f"{row.against} {names.of(row.baseline)}".strip()]
         table.append((*cells, *[speedup(row)] * (kind == "strong"), verdict(row)))
     return [Table(TITLES[kind], tuple(headings), tuple(table))] if rows else []
 
 
-def _loader_table(rows: Sequence[LoaderRow], labels: dict[Path, str], wide: bool) -> list[Table]:
-    headings = [*_point_headings(), Heading("data", 10), Heading("synthetic", 7), Heading("waiting")]
+def _loader_table(rows: Sequence[LoaderRow], names: Names) -> list[Table]:
+    headings = [*point_headings(), Heading("data", 10), Heading("synthetic", 7), Heading("waiting")]
     table = []
     for row in rows:
         data = str(row.runs[0].summary["data"]) if row.runs[0].summary else ""
-        cells = [*_point(row.runs, labels, wide), data, _members(row.synthetic, labels, wide), percent(row.waiting)]
+        cells = [*point_cells(row.runs, names), data, names.of(row.synthetic), percent(row.waiting)]
         table.append((*cells, loader_verdict(row)))
     return [Table(LOADER_TITLE, (*headings, Heading("loader's share", 20)), tuple(table))] if rows else []
-
-
-def _point_headings() -> list[Heading]:
-    names = [("run", 7), ("model", 10), ("strategy", 8), ("N", 0), ("micro x acc\n(global)", 0)]
-    return [Heading(name, words) for name, words in names]
-
-
-def _point(runs: Sequence[Run], labels: dict[Path, str], wide: bool) -> list[str]:
-    run = runs[0]
-    return [_members(runs, labels, wide), run.model, run.strategy, text(run.world_size), batch(run)]
 
 
 def _notes(runs: Sequence[Run], labels: dict[Path, str], *, once: bool) -> list[str]:
@@ -141,12 +117,6 @@ def _notes(runs: Sequence[Run], labels: dict[Path, str], *, once: bool) -> list[
     unmeasured = f" contention_s was not measured in {blind}." if blind else ""
     host = [HOST_NOTE + unmeasured] * bool(several)
     return host + [ONE_RUN_NOTE] * once + arms_with_one_transport(runs)
-
-
-def _members(runs: Sequence[Run], labels: dict[Path, str], wide: bool) -> str:
-    """Name the runs by their numbers, and where there is room the first of them by its id too."""
-    names = [labels[run.path] for run in runs]
-    return " ".join([names[0], runs[0].run_id, *names[1:]] if wide and runs else names)
 
 
 def namer(runs: Sequence[Run]) -> Callable[[Run], str]:

@@ -10,7 +10,8 @@ from rich import table as rich_table
 from rich.console import Console
 from rich.text import Text
 
-from scaling.reporting.tables import Table, prepare
+from scaling.reporting.table import Table
+from scaling.reporting.tables import prepare
 from scaling.results.reader import Run
 
 NARROWEST = 100  # a narrower terminal wraps the lines; no number is cut

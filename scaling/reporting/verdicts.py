@@ -7,7 +7,9 @@ from collections.abc import Iterable
 from scaling.analysis.efficiency import Row
 from scaling.analysis.loading import LoaderRow
 from scaling.analysis.ratio import Ratio
-from scaling.reporting.columns import number, percent
+from scaling.analysis.strategies import ROLE, StrategyRow
+from scaling.analysis.traffic import accumulates, sent_bytes
+from scaling.reporting.columns import megabytes, number, percent
 from scaling.results.reader import Run
 
 BASES = {"ci95": "95 % interval", "t95": "95 % t-interval", "range": "range", None: "no interval"}
@@ -25,7 +27,17 @@ def verdict(row: Row) -> str:
     if contention:
         said.append(f"contention {', '.join(number(1e3 * seconds) for seconds in contention)} ms")
     if row.efficiency is not None:
-        said += _flagged((*row.runs, *row.baseline))
+        said += [*_flagged((*row.runs, *row.baseline)), *_traffic(row)]
+    return "; ".join([*said, *row.remarks])
+
+
+def strategy_verdict(row: StrategyRow) -> str:
+    """Give the throughput over the reference's with its interval or range, or why there is none."""
+    if row.is_reference:
+        return "; ".join([ROLE, *row.reasons, *_flagged(row.runs)])
+    said = [_ratio_or_reasons(row.throughput, row.reasons)]
+    if row.throughput is not None:
+        said += _flagged((*row.runs, *row.reference))
     return "; ".join([*said, *row.remarks])
 
 
@@ -50,6 +62,24 @@ def flags(runs: Iterable[Run]) -> list[str]:
 def _flagged(runs: Iterable[Run]) -> list[str]:
     raised = flags(runs)
     return [f"flags: {', '.join(raised)}"] if raised else []
+
+
+def _traffic(row: Row) -> list[str]:
+    """Say how often a step reduces and what a rank sends, where either side of a ratio accumulates micro-steps.
+
+    Strategies that partition gradients reduce after every backward, the others once: that has to be seen beside a
+    ratio. The baseline is one device, and sends nothing.
+    """
+    if row.runs[0].world_size == 1 or not accumulates((*row.runs, *row.baseline)):
+        return []
+    return [" or ".join(dict.fromkeys(map(_reduces, row.runs)))]  # of repeats that were counted alike, once
+
+
+def _reduces(run: Run) -> str:
+    syncs, sent = run.summary and run.summary["syncs_per_step"], sent_bytes(run)
+    if syncs is None or sent is None:
+        return "reductions not counted"
+    return f"reduces {syncs} x per step, sends {megabytes(sent)} MB"
 
 
 def _ratio_or_reasons(ratio: Ratio | None, reasons: Iterable[str]) -> str:
