@@ -13,7 +13,7 @@ from typing import Any
 import yaml
 
 from scaling.results.reader import Run, read_run
-from scaling.results.record import Link, Memory, StepTime, Summary, Telemetry
+from scaling.results.record import Link, Memory, MemoryTerms, StepTime, Summary, Telemetry
 
 CONFIG: dict[str, Any] = {
     "model": {"name": "gpt_tiny", "target": "w:gpt2", "args": {"layers": 4}, "sequence_length": 128, "dropout": 0.0},
@@ -137,6 +137,57 @@ def save(
 
 def a_run(folder: Path, **changes: Any) -> Run:
     return read_run(save(folder, **changes))
+
+
+MIB = 2**20  # parameters of the strategies' model: a byte of each is 1 / 1024 GiB
+
+# Of the strategies at 2 ranks, fp32, Adam: seconds, then what k micro-steps reduce and send in MB, of gradients and
+# weights of 4 MB each, then the bytes per parameter of model, gradients and optimizer, and what the textbook sends.
+COSTS: dict[
+    str, tuple[float, bool, dict[str, tuple[float, float]], tuple[float, float, float], tuple[float, float]]
+] = {
+    # a kind of collective: MB per step, and MB per micro-step
+    "ddp": (0.100, False, {"all_reduce": (4.0, 0.0)}, (4, 4, 8), (4.0, 0.0)),
+    "fsdp": (0.120, True, {"all_gather": (0.0, 3.66), "reduce_scatter": (0.0, 2.0)}, (2, 2, 4), (0.0, 6.0)),
+    "zero0": (0.104, False, {"all_reduce": (4.0, 0.0)}, (4, 4, 8), (4.0, 0.0)),
+    "zero1": (0.108, False, {"all_gather": (2.0, 0.0), "all_reduce": (4.0, 0.0)}, (4, 4, 4), (4.0, 0.0)),
+    "zero2": (0.125, True, {"all_gather": (2.0, 0.0), "all_reduce": (0.0, 4.0)}, (4, 2, 4), (2.0, 2.0)),
+    "zero3": (0.160, True, {"all_gather": (0.0, 4.0), "reduce_scatter": (0.0, 2.0)}, (2, 2, 4), (0.0, 6.0)),
+}
+BUCKETS = "ZeRO-1/2 all-reduce their buckets where the paper reduce-scatters them"
+SHARDED = ("fsdp", "zero1", "zero2", "zero3")
+
+
+def strategy_fields(name: str, accumulation_steps: int = 1) -> dict[str, Any]:
+    """What a run of a strategy on two ranks records of its memory and of what it sends; as expected in all."""
+    seconds, every, kinds, held, textbook = COSTS[name]
+    k = accumulation_steps
+    sent = {kind: (once + k * each) * 1e6 for kind, (once, each) in kinds.items()}
+    terms = dict(zip(("model", "gradients", "optimizer"), held, strict=True))
+    gib = {term: value / 1024 for term, value in terms.items()}
+    rest = {"buffers": 0.125, "activations": 0.5, "gathered": 0.25 if name in ("fsdp", "zero3") else 0.0}
+    return {
+        "strategy": name,
+        "world_size": 2,
+        "accumulation_steps": k,
+        "seconds": seconds * k,
+        "parameters": MIB,
+        "gather_dtype": "float32" if name in SHARDED else None,
+        "parameters_agree": None if name in SHARDED else True,
+        "syncs_per_step": k if every else 1,
+        "expected_syncs_per_step": k if every else 1,
+        "comm_bytes_per_step": sent,
+        "expected_comm_bytes_per_step": sent,
+        "textbook_comm_bytes_per_step": (textbook[0] + k * textbook[1]) * 1e6,
+        "comm_notes": [BUCKETS] if name in ("zero1", "zero2") else None,
+        "memory_terms_gib": MemoryTerms(**gib, **rest),
+        "textbook_bytes_per_parameter": {term: float(value) for term, value in terms.items()},
+    }
+
+
+def deepspeed(file: str, **settings: Any) -> dict[str, Any]:
+    """The config of a run with a user's DeepSpeed file."""
+    return {"strategy": {"name": "deepspeed", "config": file, "settings": settings}}
 
 
 def telemetry(**changes: Any) -> Telemetry:

@@ -11,11 +11,12 @@ import torch
 from models import model
 
 from scaling import measurement
-from scaling.config import BatchConfig, SingleConfig, TrainConfig
+from scaling.config import BatchConfig, DDPConfig, SingleConfig, TrainConfig
 from scaling.measure.collectives import StepCount
 from scaling.measure.matmul import Rate
 from scaling.measure.statistics import summarise
 from scaling.measure.summary import Facts, Limits, compose
+from scaling.measure.volume import Layout, Volume
 from scaling.results.record import Memory, Step, Summary, Telemetry
 from scaling.workload import build
 
@@ -45,6 +46,9 @@ def composed(limits: Limits, watched: list[Telemetry | None], **changes: Any) ->
         disturbed_s=0.25,
         peak_memory=Memory(1.0, 2.0, "device"),
         count=StepCount(2, [[], []]),
+        volume=Volume(1, {}),
+        memory_terms=None,
+        textbook={},
         gradients_reduced=None,
         parameters_agree=None,
         threads=1,
@@ -54,10 +58,10 @@ def composed(limits: Limits, watched: list[Telemetry | None], **changes: Any) ->
     world: Any = type("W", (), {"size": 2, "members": [type("M", (), {"device_name": H100})], "launch": None})
     world.launch = type("L", (), {"nodes": 1})
     workload = build(config.model, "meta", 0)
-    engine: Any = type(
-        "E", (), {"module": workload.module, "gather_dtype": None, "reduce_dtype": torch.float32, "skipped": 0}
-    )
-    return compose(config, world, workload, engine, timing=summarise(steps, None), facts=replace(facts, **changes))
+    types = {"parameter_dtype": torch.float32, "gather_dtype": None, "reduce_dtype": torch.float32}
+    engine: Any = type("E", (), {"module": workload.module, "settings": None, "skipped": 0, **types})
+    timing = summarise(steps, None)
+    return compose(config, world, workload, engine, parameters=7, timing=timing, facts=replace(facts, **changes))
 
 
 def test_utilisation_by_hand() -> None:
@@ -140,13 +144,14 @@ def test_a_counted_step_that_does_not_fit_loses_no_measurement(monkeypatch: pyte
         raise torch.OutOfMemoryError("uncompiled it does not fit")
 
     monkeypatch.setattr(measurement, "count_step", full)
-    config = TrainConfig(batch=BatchConfig(1, 1, 1))
+    monkeypatch.setattr(measurement, "memory_terms", full)
+    config = TrainConfig(strategy=DDPConfig(), batch=BatchConfig(1, 1, 1))
     engine = SimpleNamespace(reduce_dtype=None, gather_dtype=None, module=torch.nn.Linear(1, 1))
-    job: Any = SimpleNamespace(engine=engine, source=SimpleNamespace(batches=iter(())))
+    job: Any = SimpleNamespace(engine=engine, layout=Layout([]), source=SimpleNamespace(batches=iter(())))
     for size in (1, 2):
-        world: Any = SimpleNamespace(size=size, gather=lambda mine, size=size: [mine] * size)
+        world: Any = SimpleNamespace(size=size, device=None, gather=lambda mine, size=size: [mine] * size)
         checked = measurement._check(job, config, world)
-        assert (checked.count, checked.gradients_reduced) == (None, None)
+        assert (checked.count, checked.memory, checked.gradients_reduced) == (None, None, None)
         assert checked.parameters_agree is (None if size == 1 else True)
     s = composed(Limits(None, None, None), [None, None], count=None)
     assert [s.syncs_per_step, s.comm_bytes_per_step, s.host_syncs_per_step] == [None] * 3

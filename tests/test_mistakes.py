@@ -46,7 +46,10 @@ def assert_refused(ended: Ended, *words: str) -> None:
             "model=gpt_tny",
             ["model=gpt_tny: no such model (did you mean gpt_tiny", "there are: bert_large, bert_tiny, custom, gpt2, "],
         ),
-        ("strategy=zero9", ["strategy=zero9: no such strategy", "there are: ddp, single"]),
+        (
+            "strategy=zero9",
+            ["strategy=zero9: no such strategy", "there are: ddp, deepspeed, fsdp, single, zero0, zero1, zero2, zero3"],
+        ),
         (
             "stategy=ddp",
             ["stategy=ddp: no such key (did you mean strategy", "the config has batch, checkpointing, compile"],
@@ -75,11 +78,13 @@ def assert_refused(ended: Ended, *words: str) -> None:
         ("data=images", ["data.path: data=images needs a folder of class folders: data.path=FOLDER"]),
         ("data=images data.path=/x data.workers=-1", ["data.workers=-1: must be at least 0"]),
         ("model=resnet_tiny model.image_size=0", ["model.image_size=0: must be at least 1"]),
-        ("data.path=/x", ["data.path=/x: data.path belongs to data=images and data=text; here data has batches, name"]),
+        ("data.path=/x", ["data.path=/x: data.path belongs to data=images, data=text; here data has batches, name"]),
         ("data=text data.batches=2", ["data.batches=2: data.batches belongs to data=synthetic; here data has lengths"]),
         (
             "strategy=single strategy.bucket_mb=1",
-            ["strategy.bucket_mb belongs to strategy=ddp; here strategy has name"],
+            [
+                "bucket_mb belongs to strategy=ddp, strategy=zero1, strategy=zero2, strategy=zero3; here strategy has name"
+            ],
         ),
         ("data.name=text", ["data.name=text: choose with data=OPTION; there are: synthetic, text"]),
         # what does not fit
@@ -262,7 +267,7 @@ def test_help_lists_groups_and_keys(tmp_path: Path) -> None:
     ended = forked(["--help", "model=gpt_tiny"], tmp_path / "here")
     assert (ended.code, ended.stderr) == (0, ""), str(ended)
     assert "  model: bert_large, bert_tiny, custom, gpt2, gpt2_large, " in ended.stdout
-    assert "  strategy: ddp, single\n" in ended.stdout
+    assert "  strategy: ddp, deepspeed, fsdp, single, zero0, zero1, zero2, zero3\n" in ended.stdout
     assert "max_steps:" in ended.stdout
     assert "layers: 4" in ended.stdout, "the values are those of this command line"
     assert "schema" not in ended.stdout

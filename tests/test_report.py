@@ -572,6 +572,9 @@ def test_the_tables_fit_100_columns_and_cut_no_number(tmp_path: Path) -> None:
         assert f" {number(summary['samples_per_s'])} " in text
         assert number(1e3 * summary["step_time_s"]["mean"]) in text
     assert "…" not in text
+    for title in ("Runs", "Runs: speed"):
+        heading = next(line for line in text[text.index(f"{title}\n") :].splitlines() if "strategy" in line)
+        assert " N " in heading, title  # no column is left out
 
 
 def test_a_pipe_gets_one_plain_line_per_run(tmp_path: Path) -> None:

@@ -88,6 +88,11 @@ def summary(**changes: Any) -> dict[str, Any]:
         "parameters_agree": True,
         "loss": {"first": 10.5, "last": None},
         "flags": [],
+        "parameters": 2**20,
+        **dict.fromkeys(
+            ("gather_dtype", "memory_terms_gib", "textbook_bytes_per_parameter", "expected_syncs_per_step")
+        ),
+        **dict.fromkeys(("expected_comm_bytes_per_step", "textbook_comm_bytes_per_step", "comm_notes")),
         **dict.fromkeys(("mfu", "hfu", "peak_tflops", "matmul_share", "matmul_tflops", "energy_j", "clock_mhz")),
     }
     return base | changes
@@ -110,6 +115,34 @@ def test_what_tells_two_runs_apart_is_shown() -> None:
 def test_a_step_that_was_not_counted_is_no_communication() -> None:
     text = printed(comm_bytes_per_step=None, syncs_per_step=None, gradients_reduced=None)
     assert "communication" not in text and "gradients reduced: not checked" in text
+
+
+def test_memory_is_told_apart_with_the_textbook_beside_it() -> None:
+    # 2^20 parameters: 1 / 256 GiB are 4 bytes of each, 1 / 128 GiB are 8.
+    held = {"model": 1 / 256, "gradients": None, "optimizer": 1 / 128, "activations": 0.5, "gathered": None}
+    text = printed(memory_terms_gib=held, textbook_bytes_per_parameter={"model": 4.0, "gradients": 4.0})
+    said = (
+        "model 0.003906 GiB (4.00 / 4 B/parameter), optimizer 0.007812 GiB (8.00 B/parameter), activations 0.5000 GiB"
+    )
+    assert f"{said} (measured / textbook)" in " ".join(text.split()), text
+    assert "memory held" not in printed()
+
+
+def test_what_was_sent_is_told_by_kind_and_by_what_was_expected() -> None:
+    sent = {"all_reduce": 4e6, "all_gather": 2e6}
+    shared = {"comm_bytes_per_step": sent, "expected_comm_bytes_per_step": sent, "expected_syncs_per_step": 1}
+    text = printed(**shared)
+    assert "1 gradient reduction(s) per step, 6.00 MB per rank (all_reduce 4.000, all_gather 2.000)" in text
+    assert "expected" not in text
+    wrong = {"expected_syncs_per_step": 2, "expected_comm_bytes_per_step": {"all_reduce": 8e6, "all_gather": 2e6}}
+    text = " ".join(printed(**shared | wrong, flags=["unexpected_communication"]).split())
+    assert "expected 2 reduction(s), all_reduce 8.000 MB (NOT AS EXPECTED: reductions, all_reduce)" in text
+    assert "! unexpected_communication: what was sent is not what this strategy should send: see comm_notes" in text
+
+
+def test_parameters_that_are_sharded_are_not_checked() -> None:
+    assert "parameters agree: not checked (sharded)" in printed(parameters_agree=None, gather_dtype="bfloat16")
+    assert "not checked (sharded)" not in printed(parameters_agree=None)
 
 
 def test_the_table_shows_the_numbers_with_their_units_and_scope() -> None:

@@ -20,6 +20,7 @@ from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from time import perf_counter
+from typing import Any
 
 import hydra
 import numpy as np
@@ -32,7 +33,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from scaling.config import MeasureConfig, TrainConfig, conf_dir, register_schemas, validate
-from scaling.engine import Engine, make_engine
+from scaling.engine import Engine, Held, make_engine
 from scaling.hardware import cores
 from scaling.measure.clock import HostClock
 from scaling.measure.loop import TrainingLoop
@@ -40,7 +41,7 @@ from scaling.measure.window import Plan, Window, run_window
 from scaling.measurement import show_block
 from scaling.ranks import Launch
 from scaling.reporting.progress import Progress
-from scaling.workload import Workload, build
+from scaling.workload import Loss, Workload, build
 from scaling.workload.loader import Place, Source, open_source
 from scaling.world import World
 
@@ -104,19 +105,25 @@ def slowest(ranks: Sequence[Sequence[Sequence[float]]]) -> Seconds:
 class Nothing:
     """An engine whose step costs nothing: what is left is the suite's own."""
 
+    parameter_dtype = torch.float32
     gather_dtype: torch.dtype | None = None
     reduce_dtype: torch.dtype | None = None
+    settings: dict[str, Any] | None = None
 
     def __init__(self) -> None:
         self.module: nn.Module = nn.Identity()
+        self.loss: Loss = lambda module, tensors: (self._share, 1)
         self.skipped: Tensor | int = 0
-        self._loss = torch.zeros(())
+        self._share = torch.zeros(())
 
     def accumulate(self, batch: object, *, last: bool) -> Tensor:
         del batch, last
-        return self._loss
+        return self._share
 
     def step(self) -> None: ...
+
+    def held(self) -> Held:
+        return Held([], [], [], [])
 
 
 class BareLoop:
