@@ -28,6 +28,12 @@ def kinds(summary: dict[str, Any]) -> list[str]:
     return list((summary["comm_bytes_per_step"] or {}) | (summary["expected_comm_bytes_per_step"] or {}))
 
 
+def tells(kind: str, summary: dict[str, Any]) -> bool:
+    """Whether more than single numbers were sent, or should have been."""
+    expected = summary["expected_comm_bytes_per_step"] or {}
+    return bool(max((summary["comm_bytes_per_step"] or {}).get(kind, 0), expected.get(kind, 0)) > SCALARS)
+
+
 def differing(summary: dict[str, Any]) -> list[str]:
     """Name the kinds, or "reductions", whose count is not what was computed; empty where either is missing."""
     named = []

@@ -7,8 +7,19 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
-from scaling.config import DDPConfig, FSDPConfig, OptimizerConfig, SingleConfig, TrainConfig, Zero0Config, Zero3Config
+from scaling.config import (
+    DDPConfig,
+    DeepSpeedConfig,
+    FSDPConfig,
+    OptimizerConfig,
+    SingleConfig,
+    TrainConfig,
+    Zero0Config,
+    Zero3Config,
+)
+from scaling.deepspeed_file.sections import switched_on
 from scaling.engine.precision import AUTOCAST, Precision
+from scaling.engine.zero_config import stage
 from scaling.workload import Batch, Loss, Workload
 
 # Devices with fused optimizer kernels: torch.optim.AdamW, argument `fused`.
@@ -76,7 +87,7 @@ def make_engine(config: TrainConfig, workload: Workload, device: torch.device, w
     precision = Precision.of(config.precision, device)
     precision.apply()
     if config.compile:
-        workload.module.compile()
+        _compile(config, workload)
     strategy, clip = config.strategy, config.optimizer.clip
     weights = gathered_as(config, workload)
     if isinstance(strategy, FSDPConfig):
@@ -107,6 +118,15 @@ def make_engine(config: TrainConfig, workload: Workload, device: torch.device, w
     return kind(workload, optimizer, precision, world_size, bucket_mb=strategy.bucket_mb, clip=clip)
 
 
+def _compile(config: TrainConfig, workload: Workload) -> None:
+    """Block by block where a strategy acts between blocks: hooks of FSDP and ZeRO-3 would break a graph of the whole
+    model, and in one backward of the whole model ZeRO's buckets would all be ready at its end.
+    """
+    whole = isinstance(config.strategy, SingleConfig | DDPConfig | Zero0Config) or not workload.blocks
+    for part in [workload.module] if whole else workload.blocks:
+        part.compile()
+
+
 def check_pair(config: TrainConfig, workload: Workload) -> None:
     """Raise ValueError for a strategy and a model or setting that its library does not allow together."""
     strategy, half = config.strategy, config.precision.name in AUTOCAST
@@ -126,6 +146,22 @@ def check_pair(config: TrainConfig, workload: Workload) -> None:
             f"{where} with float32 weights: DeepSpeed has one type for gathering and for reducing then; use "
             "precision.reduce=fp32"
         )
+    if _skips_for_ever(config, workload):
+        raise ValueError(
+            f"{where} with precision=fp16 and float32 weights: DeepSpeed never lowers its loss scale there, and leaves "
+            "out every step after the first overflow; use precision=bf16, or strategy=zero0, ddp or fsdp"
+        )
+
+
+def _skips_for_ever(config: TrainConfig, workload: Workload) -> bool:
+    """DeepSpeed 0.19: above stage 0 its `torch_autocast` updates the scale only in steps that it takes, and clips
+    gradients that are still scaled.
+    """
+    if config.precision.name != "fp16" or not stage(config.strategy):
+        return False
+    if isinstance(config.strategy, DeepSpeedConfig):
+        return switched_on(config.strategy.settings, "torch_autocast")
+    return gathered_as(config, workload) == torch.float32
 
 
 def gathered_as(config: TrainConfig, workload: Workload) -> torch.dtype:

@@ -16,6 +16,7 @@ from pathlib import Path
 from types import ModuleType
 
 import torch
+from torch.utils.cpp_extension import get_default_build_root
 
 # The parts of DeepSpeed that it compiles on first use.
 HOST_OP = "deepspeed_shm_comm"
@@ -66,6 +67,12 @@ def prepare_environment(device: torch.device) -> None:
         os.environ["CXX"] = compiler  # PyTorch would look for c++ only
 
 
+def held_builds() -> list[Path]:
+    """Locks of what somebody compiles for torch now, or was killed while compiling: all others wait until they go."""
+    root = os.environ.get("TORCH_EXTENSIONS_DIR") or get_default_build_root()
+    return sorted(Path(root).glob("**/lock"))
+
+
 def import_deepspeed() -> ModuleType:
     """DeepSpeed, with what it prints and logs on stderr. Raises ValueError where it does not import.
 
@@ -79,12 +86,22 @@ def import_deepspeed() -> ModuleType:
     except ImportError as error:
         problem = " ".join(str(error).split())
         raise ValueError(f"DeepSpeed does not import ({problem}): pip install --force-reinstall deepspeed") from error
+    _forget_named_devices()
     if first:
         logger.setLevel(max(logger.level, logging.WARNING))
     for handler in logger.handlers:
         if isinstance(handler, logging.StreamHandler) and not isinstance(handler, logging.FileHandler):
             handler.setStream(sys.stderr)
     return module
+
+
+def _forget_named_devices() -> None:
+    """Where CUDA_VISIBLE_DEVICES names devices, as a MIG slice has to be, DeepSpeed would read the names as numbers to
+    ask NVML for free memory; without NVML it asks torch.
+    """
+    names = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    if not all(name.strip().isdigit() for name in names.split(",") if name.strip()):
+        importlib.import_module("deepspeed.accelerator.cuda_accelerator").pynvml = None  # type: ignore[attr-defined]
 
 
 def _ninja_folder() -> str | None:

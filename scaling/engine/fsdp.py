@@ -9,7 +9,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
 
 from scaling.engine import Held
 from scaling.engine.precision import Precision
@@ -53,22 +52,6 @@ class FSDPEngine(SingleEngine):
         """With `coalesce` also the whole gradients that wait for the last micro-step."""
         held = super().held()
         return held._replace(gradients=[*held.gradients, *whole_gradients(self.module)])
-
-    def step(self) -> None:
-        if self._scaler.is_enabled() and self._clip is None:
-            self._unscale()  # before the fused update would: the ranks have to agree first
-        super().step()
-
-    def _unscale(self) -> None:
-        """Each rank looks for infinities in its own shards; one that finds some stops all."""
-        super()._unscale()
-        if not self._scaler.is_enabled():
-            return
-        state: Any = self._scaler._per_optimizer_states[id(self._optimizer)]  # torch offers no other way
-        for device, found in state["found_inf_per_device"].items():
-            local = found.to_local() if isinstance(found, DTensor) else found
-            dist.all_reduce(local, op=dist.ReduceOp.MAX)
-            state["found_inf_per_device"][device] = local
 
 
 def _shard(

@@ -49,7 +49,7 @@ class SingleEngine:
         """Unscale and clip once, update, clear; a step left out for non-finite gradients is counted."""
         scaler = self._scaler
         if self._clip is not None:
-            self._unscale()
+            scaler.unscale_(self._optimizer)
             nn.utils.clip_grad_norm_(self._parameters, self._clip)
         if not scaler.is_enabled():
             self._optimizer.step()
@@ -60,9 +60,6 @@ class SingleEngine:
             scaler.update()
             self.skipped = self.skipped + (scaler.scale(one) < before)
         self._clear()
-
-    def _unscale(self) -> None:
-        self._scaler.unscale_(self._optimizer)
 
     def held(self) -> Held:
         state = [value for values in self._optimizer.state.values() for value in values.values()]

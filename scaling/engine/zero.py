@@ -5,10 +5,12 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections.abc import Iterable, Iterator
+from datetime import timedelta
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from scaling.config import DeepSpeedConfig, TrainConfig
 from scaling.deepspeed_file.sections import zero_section
@@ -50,6 +52,9 @@ class ZeroEngine:
                 self.module.forward = torch.autocast(device.type, weights)(self.module.forward)
         optimizer = None if "optimizer" in given else _optimizer(config, self.module, device)
         self._engine = _initialize(self.module, optimizer, given)
+        bound_waits(self._engine, config.timeout_s)
+        if device.type != "cpu":
+            keep_until_reduced(self._engine.optimizer)
         self._skipped: Tensor | int = 0
         self.settings: dict[str, Any] | None = _effective(given, self._engine)
         self.parameter_dtype = self._masters()[0].dtype
@@ -86,6 +91,14 @@ class ZeroEngine:
         return share.detach()
 
     def step(self) -> None:
+        """The update. Gathers of the next step wait for it: they run on a stream of their own."""
+        self._step()
+        offload = getattr(self._engine.optimizer, "parameter_offload", None)
+        gathers = getattr(offload, "_DeepSpeedZeRoOffload__allgather_stream", None)
+        if gathers is not None:  # without persistent parameters nothing else makes them wait
+            gathers.wait_stream(torch.get_device_module(self._engine.device).current_stream())
+
+    def _step(self) -> None:
         scaler = self._engine.torch_autocast_z0_gradscaler
         if scaler is None:
             self._engine.step()
@@ -116,6 +129,32 @@ class ZeroEngine:
         if kept is not None:
             return list(tensors_in([kept]))
         return [p for group in self._engine.basic_optimizer.param_groups for p in group["params"]]
+
+
+def bound_waits(engine: Any, timeout_s: float) -> None:
+    """Let DeepSpeed's own groups, copies of the world, end a collective when the world would."""
+    for group in {engine.data_parallel_group, engine.seq_data_parallel_group}:
+        if group is not None:
+            _set_pg_timeout(timedelta(seconds=timeout_s), group)
+
+
+def keep_until_reduced(optimizer: Any) -> None:
+    """Hold the memory of each gradient until the stream that reduces it has read it.
+
+    A gradient larger than a bucket is reduced where it lies, on a stream of its own, and DeepSpeed 0.19 lets go of it
+    at once on the ranks that keep no part of it.
+    """
+    stream, clear = getattr(optimizer, "reduction_stream", None), getattr(optimizer, "clear_grad_attribute", None)
+    if stream is None or clear is None or not optimizer.overlap_comm:
+        return
+
+    def clear_later(parameter: Tensor) -> None:
+        gradient = optimizer.get_gradient_for_reduction(parameter)
+        if gradient is not None:
+            gradient.record_stream(stream)
+        clear(parameter)
+
+    optimizer.clear_grad_attribute = clear_later
 
 
 def _initialize(module: nn.Module, optimizer: torch.optim.Optimizer | None, given: dict[str, Any]) -> Any:
@@ -176,8 +215,10 @@ def _effective(given: dict[str, Any], engine: Any) -> dict[str, Any]:
             "overlap_comm": bool(engine.zero_overlap_comm()),
             "reduce_bucket_size": int(engine.zero_reduce_bucket_size()),
             "allgather_bucket_size": int(engine.zero_allgather_bucket_size()),
+            "compute_grad_norm": bool(engine.zero_compute_grad_norm()),
         }
     if engine.zero_optimization_partition_weights():
+        del zero["compute_grad_norm"]  # of stages 1 and 2
         zero |= {
             "stage3_param_persistence_threshold": int(engine.zero_param_persistence_threshold()),
             "stage3_max_live_parameters": int(engine.zero_max_live_parameters()),

@@ -67,7 +67,7 @@ def zero_settings(
         "steps_per_print": None,
         "wall_clock_breakdown": False,
         "timers": {"throughput": {"enabled": False}},  # its timer synchronises the device in every step
-        "zero_optimization": _zero_section(config.strategy, on_host),
+        "zero_optimization": _zero_section(config.strategy, on_host) | _norm(config, half_weights),
     }
     return given | _precision_section(config, half_weights, weight_classes)
 
@@ -88,6 +88,19 @@ def _precision_section(config: TrainConfig, half_weights: bool, weight_classes: 
     # As torch.amp.GradScaler: from 2^16, halved at each overflow, doubled after 2000 good steps.
     scale = {"loss_scale": 0, "initial_scale_power": 16, "loss_scale_window": 2000, "hysteresis": 1}
     return {"fp16": {"enabled": True, **scale, "min_loss_scale": 1}} | types
+
+
+def _norm(config: TrainConfig, half_weights: bool) -> dict[str, Any]:
+    """Stages 1 and 2 would compute the norm of the gradients, and wait for it, in steps that clip nothing as well.
+
+    DeepSpeed cannot leave it out with offload, nor in its own optimizer for stage 1 with bfloat16 weights.
+    """
+    strategy = config.strategy
+    if not isinstance(strategy, Zero1Config) or isinstance(strategy, Zero3Config) or strategy.defaults == "deepspeed":
+        return {}
+    own_optimizer = STAGES[type(strategy)] == 1 and half_weights and config.precision.name == "bf16"
+    needed = config.optimizer.clip is not None or strategy.offload_optimizer or own_optimizer
+    return {"compute_grad_norm": needed}
 
 
 def _zero_section(strategy: StrategyConfig, on_host: bool) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from scaling.engine import Engine
+from scaling.measure.host_waits import HostWaits
 from scaling.workload import Batch
 
 # Operator of c10d -> (kind, which argument holds S as nccl-tests defines it: the gathered output, the scattered input).
@@ -148,12 +149,13 @@ class StepCount:
 def count_step(engine: Engine, next_batch: Callable[[], Batch], accumulation_steps: int, world_size: int) -> StepCount:
     """Run one optimizer step and count what it issues; slower than a real one, so never timed."""
     count = StepCount(world_size)
+    device = next(engine.module.parameters()).device
 
     def record(part: Callable[[], object]) -> None:
-        with Recorder() as recorder:
+        with HostWaits(device) as waits, Recorder() as recorder:
             part()
         count.micro_steps.append(recorder.collectives)
-        count.host_syncs += recorder.host_syncs
+        count.host_syncs += recorder.host_syncs + waits.count
 
     with _gradients_of(engine.module) as with_gradient:
         for micro_step in range(1, accumulation_steps + 1):

@@ -27,6 +27,7 @@ OTHER_WAYS: dict[str, tuple[Any, ...]] = {
     "stage3_use_all_reduce_for_fetch_params": (False,),
     "stage3_model_persistence_threshold": (),
 }
+ONCE = "coalesce_grad_reduction: reduced once per step"
 ALIGNMENT = 2  # DeepSpeed's stages 1 and 2 pad their flat weights to a multiple of this x ranks
 
 
@@ -130,7 +131,8 @@ def expected_volume(config: TrainConfig, engine: Engine, layout: Layout, ranks: 
     if number == 0:
         return _replicated(layout, ranks, reduced)
     if number < 3:
-        return _zero12(layout, ranks, reductions, (gathered, reduced))
+        textbook = reductions_per_step(number, accumulation)
+        return _zero12(layout, ranks, (reductions, textbook), (gathered, reduced))
     times = (accumulation, reductions, config.checkpointing)
     return _zero3(zero, layout, ranks, times, (gathered, reduced))
 
@@ -153,7 +155,7 @@ def _fsdp(strategy: FSDPConfig, layout: Layout, ranks: int, accumulation: int, w
     if not strategy.reshard:
         notes.append("reshard=false: weights stay gathered from forward to backward")
     if reductions != accumulation:
-        notes.append("coalesce_grad_reduction: reduced once per step")
+        notes.append(ONCE)
     if blocks + rest != layout.elements:
         notes.append("shards are padded to equal first dimensions")
     sent = {
@@ -163,7 +165,8 @@ def _fsdp(strategy: FSDPConfig, layout: Layout, ranks: int, accumulation: int, w
     return Volume(reductions, sent, textbook=_textbook3(layout, ranks, accumulation, widths), notes=notes)
 
 
-def _zero12(layout: Layout, ranks: int, reductions: int, widths: tuple[int, int]) -> Volume:
+def _zero12(layout: Layout, ranks: int, times: tuple[int, int], widths: tuple[int, int]) -> Volume:
+    reductions, by_the_book = times
     gathered, reduced = widths
     factor = busbw_factor("all_gather", ranks)
     multiple = ALIGNMENT * ranks
@@ -172,8 +175,10 @@ def _zero12(layout: Layout, ranks: int, reductions: int, widths: tuple[int, int]
         "all_reduce": reductions * layout.elements * reduced * busbw_factor("all_reduce", ranks),
         "all_gather": padded * gathered * factor,
     }
-    textbook = layout.elements * (reductions * reduced + gathered) * factor
+    textbook = layout.elements * (by_the_book * reduced + gathered) * factor
     notes = ["DeepSpeed all-reduces its buckets, where the textbook scatters: twice the bytes"]
+    if reductions != by_the_book:
+        notes.append(ONCE)
     if padded != layout.elements:
         notes.append(f"weights are padded to a multiple of {multiple} elements")
     return Volume(reductions, sent, textbook=textbook, notes=notes)
@@ -208,7 +213,7 @@ def _zero3(
     if again:
         notes.append("checkpointing runs forward again in backward, and may gather again for it")
     if reductions != accumulation:
-        notes.append("coalesce_grad_reduction: reduced once per step")
+        notes.append(ONCE)
     sent = {
         "all_gather": (twice if frees_all else once) * gathered * factor,
         "reduce_scatter": reductions * sum(w.padded(ranks) for w in layout.weights) * reduced * factor,

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from scaling.analysis.strategies import PLAIN, label
-from scaling.analysis.traffic import accumulates, kinds, sent_bytes, surprise
+from scaling.analysis.traffic import accumulates, kinds, sent_bytes, surprise, tells
 from scaling.reporting.columns import STRATEGY_WORDS, megabytes, text
 from scaling.reporting.table import Heading, Names, Table
 from scaling.results.reader import Run
@@ -40,7 +40,7 @@ def _row(run: Run, summary: dict[str, Any], names: Names) -> tuple[str, ...]:
         text(run.world_size),
         text(run.accumulation_steps),
         reductions,
-        ", ".join(_kind(kind, summary) for kind in kinds(summary)) or "nothing",
+        ", ".join(_kind(kind, summary) for kind in kinds(summary) if tells(kind, summary)) or "nothing",
         "" if textbook is None else megabytes(textbook),
     )
 
