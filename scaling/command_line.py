@@ -219,4 +219,4 @@ def _siblings(key: str, known: list[str]) -> str:
     names = [
         k.rpartition(".")[2] for k in known if k.startswith(f"{parent}." if parent else "") and k.count(".") == depth
     ]
-    return f"{parent or 'the config'} has {', '.join(names)}"
+    return f"{parent or 'the config'} has {', '.join(names) or 'no keys'}"

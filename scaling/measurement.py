@@ -122,7 +122,7 @@ def measure(setup: Setup) -> Summary | None:
         count=checked.count,
         volume=checked.volume,
         memory_terms=checked.memory,
-        textbook=textbook_bytes(config, job.engine, world.size),
+        textbook=textbook_bytes(config, job.engine, job.layout, world.size),
         gradients_reduced=checked.gradients_reduced,
         parameters_agree=checked.parameters_agree,
         threads=config.threads,
@@ -252,7 +252,8 @@ def _flags(job: Job, config: TrainConfig, world: World, window: Window, checked:
         "oversubscribed": any(world.gather(job.oversubscribed)),
         "varying_shapes": _compiles_by_shape(config) and any(world.gather(len(job.loop.shapes) > 1)),
         "mixed_devices": len({member.device_name for member in world.members}) > 1,
-        "sync_each_step": bool(settings.get("wall_clock_breakdown") or settings.get("memory_breakdown")),
+        "sync_each_step": any(settings.get(key) for key in ("wall_clock_breakdown", "memory_breakdown"))
+        or bool(settings.get("comms_logger", {}).get("enabled")),
         "profiled": bool(settings.get("flops_profiler", {}).get("enabled")),
         "not_counted": checked.count is None,
         "unexpected_communication": checked.count is not None and not checked.volume.holds(checked.count),

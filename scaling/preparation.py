@@ -14,8 +14,8 @@ from scaling.engine.notes import notes as strategy_notes
 from scaling.engine.zero_config import stage
 from scaling.hardware import cores, environment, memory
 from scaling.measure.clock import Clock, make_clock
+from scaling.measure.layout import Layout
 from scaling.measure.loop import TrainingLoop
-from scaling.measure.volume import Layout
 from scaling.ranks import hosts, place_on_machine
 from scaling.reporting.progress import Progress
 from scaling.results import store

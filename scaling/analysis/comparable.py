@@ -153,10 +153,14 @@ def remarks(run: Run, base: Run, role: str = "baseline") -> list[str]:
     return said
 
 
+NATIVE = {"bf16": "bfloat16", "fp16": "float16"}  # of a user's DeepSpeed file, which keeps weights of that type
+
+
 def computes_on_copies(run: Run, base: Run) -> str | None:
     """Give the type of the weights' copies that a run computes on, where the other run makes none."""
     assert run.summary is not None and base.summary is not None
-    copies = run.summary["gather_dtype"]
+    native = [name for name in ("bf16", "fp16") if run.settings.get(f"strategy.settings.{name}.enabled") is True]
+    copies = run.summary["gather_dtype"] or (NATIVE[native[0]] if native else None)
     made = copies not in (None, run.summary["parameter_dtype"]) and base.summary["gather_dtype"] is None
     return str(copies) if made else None
 

@@ -17,6 +17,14 @@ from scaling.results.reader import Run, as_dict
 
 Point = tuple[Run, ...]
 
+# What conf/strategy/ has where nothing else is said; a threshold is None there.
+USUAL = {
+    "bucket_mb": 25.0,
+    "overlap": True,
+    "reshard": True,
+    **dict.fromkeys(("coalesce_grad_reduction", "offload_optimizer", "offload_parameters"), False),
+    **dict.fromkeys(("param_persistence_threshold", "max_live_parameters", "max_reuse_distance")),
+}
 PLAIN = {"single", "ddp"}  # what wrapping costs is a row of the scaling tables
 ROLE = "reference"
 
@@ -55,13 +63,20 @@ class Cost:
 
 
 def label(run: Run) -> str:
-    """Name the strategy with what makes another one of it: DeepSpeed's own defaults, or a user's file."""
+    """Name the strategy with what makes another one of it: its options, or a user's file."""
     options = run.group("strategy")
     if run.strategy == "deepspeed":
         stage = as_dict(as_dict(options.get("settings")).get("zero_optimization")).get("stage", 0)
         name = PurePath(str(options["config"])).name if options.get("config") else "no file"
         return f"{run.strategy} ({name}, stage {stage})"
-    return f"{run.strategy} (DeepSpeed's defaults)" if options.get("defaults") == "deepspeed" else run.strategy
+    said = ["DeepSpeed's defaults"] if options.get("defaults") == "deepspeed" else []
+    usual = USUAL | {"name": run.strategy, "defaults": options.get("defaults")}
+    said += [f"{key}={_word(value)}" for key, value in options.items() if value != usual.get(key, value)]
+    return f"{run.strategy} ({', '.join(said)})" if said else run.strategy
+
+
+def _word(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def strategy_rows(runs: Iterable[Run]) -> list[StrategyRow]:

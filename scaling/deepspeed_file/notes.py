@@ -21,6 +21,7 @@ def describe(written: dict[str, Any], settings: dict[str, Any], reduce: str) -> 
         *_buckets(settings),
         *_optimizer(settings),
         *_waits(settings),
+        *_growing_scale(settings),
         *_removed(written, settings),
     ]
 
@@ -80,7 +81,7 @@ def _waits(settings: dict[str, Any]) -> list[str]:
     """Settings that make the host wait for the device, or work, inside the measured window."""
     lines = []
     timing = [key for key in ("wall_clock_breakdown", "memory_breakdown") if settings.get(key) is True]
-    timing += ["flops_profiler.enabled"] if switched_on(settings, "flops_profiler") else []
+    timing += [f"{name}.enabled" for name in ("flops_profiler", "comms_logger") if switched_on(settings, name)]
     if timing:
         lines.append(
             f"{', '.join(timing)}: DeepSpeed waits for the device in every phase of a step; the step gets slower"
@@ -96,6 +97,16 @@ def _waits(settings: dict[str, Any]) -> list[str]:
     if monitors := [key for key in MONITORS if switched_on(settings, key)]:
         lines.append(f"{', '.join(monitors)}: DeepSpeed writes to it inside the measured window")
     return lines
+
+
+def _growing_scale(settings: dict[str, Any]) -> list[str]:
+    if not switched_on(settings, "fp16") or section(settings, "fp16").get("loss_scale", 0):
+        return []
+    window = section(settings, "fp16").get("loss_scale_window", 1000)
+    return [
+        f"fp16: every loss_scale_window={window} good steps DeepSpeed doubles the scale before it divides by it: "
+        "that step moves half as far"
+    ]
 
 
 def _removed(written: dict[str, Any], settings: dict[str, Any]) -> list[str]:

@@ -64,6 +64,8 @@ def _parsed(text: str) -> object:
         raise ValueError("is empty; a DeepSpeed file is one object, {...}")
     try:
         return json.loads(text, object_pairs_hook=_Pairs, parse_constant=_Constant)
+    except RecursionError:
+        raise ValueError("is nested too deeply for a DeepSpeed file") from None
     except json.JSONDecodeError as error:
         _refuse_syntax(text, error)
 

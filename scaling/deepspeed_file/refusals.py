@@ -16,7 +16,11 @@ GONE_FROM_ZERO = ("mics_shard_size", "mics_hierarchical_params_gather", "zeropp_
 
 def refuse_other_training(settings: dict[str, Any], world_size: int) -> None:
     """Raise ValueError for a setting under which the run would not be what its record says."""
+    if "zero_optimization" in settings and settings["zero_optimization"] is None:
+        raise ValueError("zero_optimization=null: DeepSpeed cannot read that; leave it out")
     settings_stage(settings)
+    if "optimizer" in settings and not section(settings, "optimizer").get("type"):
+        raise ValueError('optimizer: names no "type"; name one, or leave the section out for optimizer.name')
     _refuse_gone(settings)
     _refuse_other_ranks(settings, world_size)
     if section(settings, "pipeline"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple, Protocol
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from scaling.config import (
@@ -42,14 +43,16 @@ class Engine(Protocol):
     """Trains a workload: `accumulate` once per micro-batch, `last` on the one that completes the step; then `step`.
 
     `module` is the model without any wrapper and `loss` the workload's, both for checks; `parameter_dtype` is that of
-    the weights which the optimizer updates. A `gather_dtype` says that gradients or parameters are sharded, and how the
-    weights travel. `settings` is the config of DeepSpeed, as it holds; None for others. `skipped` counts the steps that
-    loss scaling left out (a device tensor or a number, read after the window).
+    the weights which the optimizer updates, `weight_dtype` that of the model's between steps. A `gather_dtype` says
+    that gradients or parameters are sharded, and how the weights travel. `settings` is the config of DeepSpeed, as it
+    holds; None for others. `skipped` counts the steps that loss scaling left out (a device tensor or a number, read
+    after the window).
     """
 
     module: nn.Module
     loss: Loss
     parameter_dtype: torch.dtype
+    weight_dtype: torch.dtype
     gather_dtype: torch.dtype | None
     reduce_dtype: torch.dtype | None
     settings: dict[str, Any] | None
@@ -90,6 +93,9 @@ def make_engine(config: TrainConfig, workload: Workload, device: torch.device, w
         _compile(config, workload)
     strategy, clip = config.strategy, config.optimizer.clip
     weights = gathered_as(config, workload)
+    if not isinstance(strategy, SingleConfig | DDPConfig) and world_size > 1:
+        for buffer in workload.module.buffers():  # as DDP does when it wraps; these share out parameters only
+            dist.broadcast(buffer, src=0)
     if isinstance(strategy, FSDPConfig):
         from scaling.engine.fsdp import FSDPEngine
 
@@ -131,6 +137,17 @@ def check_pair(config: TrainConfig, workload: Workload) -> None:
     """Raise ValueError for a strategy and a model or setting that its library does not allow together."""
     strategy, half = config.strategy, config.precision.name in AUTOCAST
     where = f"strategy={strategy.name}"
+    gathers = not isinstance(strategy, SingleConfig | DDPConfig | Zero0Config)
+    if config.precision.gather == "compute" and not gathers:
+        raise ValueError(f"precision.gather=compute: {where} gathers no weights; leave precision.gather=auto")
+    flat = [name for name, p in workload.module.named_parameters() if not p.dim()]
+    if flat and not isinstance(strategy, SingleConfig | DDPConfig):
+        raise ValueError(f"{where}: parameter {flat[0]} has no dimensions and cannot be shared out; give it one, [1]")
+    if isinstance(strategy, DeepSpeedConfig) and workload.image_size is not None and _native_half(strategy):
+        raise ValueError(
+            f"{where}: this model takes images as float32, and the weights would be half precision; write "
+            '"torch_autocast": {"enabled": true, "dtype": "bfloat16"} into the file instead'
+        )
     if half and workload.batch_statistics and gathered_as(config, workload) != torch.float32:
         raise ValueError(
             f"{where} with precision.gather=compute: kernels of batch normalisation want float32 weights; leave "
@@ -151,6 +168,11 @@ def check_pair(config: TrainConfig, workload: Workload) -> None:
             f"{where} with precision=fp16 and float32 weights: DeepSpeed never lowers its loss scale there, and leaves "
             "out every step after the first overflow; use precision=bf16, or strategy=zero0, ddp or fsdp"
         )
+
+
+def _native_half(strategy: DeepSpeedConfig) -> bool:
+    """Whether DeepSpeed keeps, and computes with, weights in half precision."""
+    return any(switched_on(strategy.settings, name) for name in ("fp16", "bf16", "bfloat16"))
 
 
 def _skips_for_ever(config: TrainConfig, workload: Workload) -> bool:

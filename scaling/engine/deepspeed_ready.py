@@ -12,6 +12,7 @@ import shlex
 import shutil
 import sys
 import sysconfig
+import time
 from pathlib import Path
 from types import ModuleType
 
@@ -21,6 +22,7 @@ from torch.utils.cpp_extension import get_default_build_root
 # The parts of DeepSpeed that it compiles on first use.
 HOST_OP = "deepspeed_shm_comm"
 OFFLOAD_OP = "cpu_adam"
+LONGEST_BUILD_S = 300.0  # about a minute on two cores
 
 
 def check_deepspeed(strategy_name: str, device_type: str, offload: bool) -> None:
@@ -71,6 +73,17 @@ def held_builds() -> list[Path]:
     """Locks of what somebody compiles for torch now, or was killed while compiling: all others wait until they go."""
     root = os.environ.get("TORCH_EXTENSIONS_DIR") or get_default_build_root()
     return sorted(Path(root).glob("**/lock"))
+
+
+def wait_for_builds(limit_s: float) -> None:
+    """Wait until nobody compiles. Raises ValueError after `limit_s`: torch itself would wait for ever."""
+    deadline = time.monotonic() + limit_s
+    while locks := held_builds():
+        if time.monotonic() > deadline:
+            raise ValueError(
+                f"{locks[0]} is there for {limit_s:.0f} s: what compiles a part of DeepSpeed was killed; remove it"
+            )
+        time.sleep(0.2)
 
 
 def import_deepspeed() -> ModuleType:

@@ -9,7 +9,7 @@ from scaling.config import DeepSpeedConfig, FSDPConfig, TrainConfig, Zero1Config
 from scaling.engine import gathered_as
 from scaling.engine.deepspeed_ready import held_builds
 from scaling.engine.zero_config import OWN_THRESHOLDS, offloads, stage
-from scaling.measure.volume import Layout
+from scaling.measure.layout import Layout
 from scaling.workload import Workload
 
 

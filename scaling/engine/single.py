@@ -25,7 +25,7 @@ class SingleEngine:
         self.module = workload.module
         self.loss = workload.loss
         self.skipped: Tensor | int = 0
-        self.parameter_dtype = next(self.module.parameters()).dtype
+        self.parameter_dtype = self.weight_dtype = next(self.module.parameters()).dtype
         self._forward: nn.Module = workload.module
         self._optimizer = optimizer
         self._precision = precision

@@ -15,7 +15,7 @@ from torch.distributed.distributed_c10d import _set_pg_timeout
 from scaling.config import DeepSpeedConfig, TrainConfig
 from scaling.deepspeed_file.sections import zero_section
 from scaling.engine import Held, make_optimizer
-from scaling.engine.deepspeed_ready import import_deepspeed
+from scaling.engine.deepspeed_ready import LONGEST_BUILD_S, import_deepspeed, wait_for_builds
 from scaling.engine.precision import Precision
 from scaling.engine.zero_config import coalesces, offloads, stage, zero_settings
 from scaling.workload import Batch, Workload
@@ -51,24 +51,30 @@ class ZeroEngine:
                 # Around the forward and not around the engine, which switches off any autocast but its own.
                 self.module.forward = torch.autocast(device.type, weights)(self.module.forward)
         optimizer = None if "optimizer" in given else _optimizer(config, self.module, device)
-        self._engine = _initialize(self.module, optimizer, given)
+        wait_for_builds(max(config.timeout_s, LONGEST_BUILD_S))
+        self._engine = _initialize(self.module, optimizer, given, own_file=self._own_file)
         bound_waits(self._engine, config.timeout_s)
         if device.type != "cpu":
             keep_until_reduced(self._engine.optimizer)
         self._skipped: Tensor | int = 0
         self.settings: dict[str, Any] | None = _effective(given, self._engine)
         self.parameter_dtype = self._masters()[0].dtype
+        self.weight_dtype = next(p for p in self.module.parameters() if p.requires_grad).dtype
+        self.mixed_types = False
         self.reduce_dtype: torch.dtype | None
         self.reduce_dtype, self.gather_dtype = self._travels_as()
 
     def _travels_as(self) -> tuple[torch.dtype, torch.dtype | None]:
         """In which types gradients are reduced and weights gathered; None where no weights are."""
-        weight = next(p for p in self.module.parameters() if p.requires_grad)
-        reduce = getattr(weight, "comm_dtype", self._engine.communication_data_type)
-        if self._engine.torch_autocast_enabled() and self.stage > 0:
-            reduce = getattr(weight, "comm_dtype", weight.dtype)
-        gather = weight.dtype if self.stage < 3 else getattr(weight, "comm_dtype", weight.dtype)
-        return reduce, None if self.stage == 0 else gather
+        if self.stage == 0:
+            return self._engine.communication_data_type, None
+        if not self._engine.torch_autocast_enabled():
+            return self._engine.communication_data_type, self.weight_dtype
+        # Under its autocast DeepSpeed marks parameters by class of module; the smallest type stands for all.
+        travels = {getattr(p, "comm_dtype", p.dtype) for p in self.module.parameters() if p.requires_grad}
+        self.mixed_types = len(travels) > 1
+        smallest = min(travels, key=lambda dtype: dtype.itemsize)
+        return smallest, smallest if self.stage == 3 else self.weight_dtype
 
     @property
     def skipped(self) -> Tensor | int:
@@ -116,10 +122,12 @@ class ZeroEngine:
         gradients = [p.grad for p in parameters if p.grad is not None]
         wrapper, basic = self._engine.optimizer, self._engine.basic_optimizer
         own = {} if wrapper is basic else vars(wrapper)
+        masters = self._masters()
+        gradients += [master.grad for master in masters if master.grad is not None]  # of an update on the host
         return Held(
             model=[*partitions, *whole, *self.module.buffers()],
             gradients=[*gradients, *tensors_in(value for name, value in own.items() if "grad" in name)],
-            optimizer=[*tensors_in([basic.state]), *self._masters()],
+            optimizer=[*tensors_in([basic.state]), *masters],
             buffers=list(tensors_in(value for name, value in own.items() if "ipg" in name)),
         )
 
@@ -157,10 +165,17 @@ def keep_until_reduced(optimizer: Any) -> None:
     optimizer.clear_grad_attribute = clear_later
 
 
-def _initialize(module: nn.Module, optimizer: torch.optim.Optimizer | None, given: dict[str, Any]) -> Any:
+def _initialize(
+    module: nn.Module, optimizer: torch.optim.Optimizer | None, given: dict[str, Any], *, own_file: bool
+) -> Any:
     """DeepSpeed's engine. Raises ValueError, in one line, for settings that DeepSpeed does not take."""
     deepspeed = import_deepspeed()
     from deepspeed.runtime.config import DeepSpeedConfigError
+    from deepspeed.runtime.zero.utils import ZeRORuntimeException
+
+    mistakes: tuple[type[Exception], ...] = (ValueError, DeepSpeedConfigError)
+    if own_file:  # DeepSpeed says what is wrong with one in many ways
+        mistakes += (AssertionError, TypeError, AttributeError, KeyError, NotImplementedError, ZeRORuntimeException)
 
     # Said by torch, of DeepSpeed's calls, at the first of each kind: nothing that a user could do.
     warnings.filterwarnings("ignore", message=r".*torch\.distributed\..*is deprecated", category=FutureWarning)
@@ -172,8 +187,9 @@ def _initialize(module: nn.Module, optimizer: torch.optim.Optimizer | None, give
             config=given,
             dist_init_required=False,
         )[0]
-    except (ValueError, DeepSpeedConfigError) as error:
-        raise ValueError(f"DeepSpeed does not take these settings: {' '.join(str(error).split())}") from error
+    except mistakes as error:
+        said = " ".join(str(error).split()) or type(error).__name__
+        raise ValueError(f"DeepSpeed does not take these settings: {said}") from error
 
 
 def weight_classes(module: nn.Module) -> list[str]:

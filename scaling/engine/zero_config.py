@@ -15,7 +15,7 @@ from scaling.config import (
     Zero3Config,
 )
 from scaling.deepspeed_file import settings_stage
-from scaling.deepspeed_file.sections import section
+from scaling.deepspeed_file.sections import zero_section
 
 MIB = 2**20
 GRADIENT_BYTES = 4  # DDP's buckets are measured in float32 gradients, whatever type they travel in
@@ -28,6 +28,7 @@ OWN_THRESHOLDS = {
     "max_reuse_distance": 1_000_000_000,
 }
 PREFETCH = 50_000_000
+NEVER = 2**31 - 1  # steps
 HALF = ("bf16", "fp16")
 
 
@@ -41,7 +42,9 @@ def stage(strategy: StrategyConfig) -> int | None:
 def offloads(strategy: StrategyConfig) -> bool:
     """Whether the update runs on the host."""
     if isinstance(strategy, DeepSpeedConfig):
-        return str(section(strategy.settings, "zero_optimization.offload_optimizer").get("device", "none")) != "none"
+        zero = zero_section(strategy.settings)
+        place = (zero.get("offload_optimizer") or {}).get("device", "none")
+        return str(place) != "none" or zero.get("cpu_offload") is True
     return isinstance(strategy, Zero1Config) and strategy.offload_optimizer
 
 
@@ -85,8 +88,9 @@ def _precision_section(config: TrainConfig, half_weights: bool, weight_classes: 
     if name == "bf16":
         own = isinstance(config.strategy, Zero1Config) and config.strategy.defaults == "deepspeed"
         return {"bf16": {"enabled": True, "check_grad_overflow": own}} | types
-    # As torch.amp.GradScaler: from 2^16, halved at each overflow, doubled after 2000 good steps.
-    scale = {"loss_scale": 0, "initial_scale_power": 16, "loss_scale_window": 2000, "hysteresis": 1}
+    # As torch.amp.GradScaler: from 2^16, halved at each overflow. Never doubled: DeepSpeed 0.19 does that before it
+    # divides the gradients of the step by the scale.
+    scale = {"loss_scale": 0, "initial_scale_power": 16, "loss_scale_window": NEVER, "hysteresis": 1}
     return {"fp16": {"enabled": True, **scale, "min_loss_scale": 1}} | types
 
 

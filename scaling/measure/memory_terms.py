@@ -16,6 +16,7 @@ from scaling.config import FSDPConfig, TrainConfig
 from scaling.engine import Engine, Held
 from scaling.engine.zero_config import stage
 from scaling.hardware.memory import GIB, allocated
+from scaling.measure.layout import Layout
 from scaling.results.record import MemoryTerms
 from scaling.workload import Batch, Tensors
 
@@ -55,19 +56,18 @@ def _held_bytes(held: Held, device: torch.device) -> list[int]:
     return sizes
 
 
-def textbook_bytes(config: TrainConfig, engine: Engine, ranks: int) -> dict[str, float]:
-    """Bytes per parameter that the strategy's idea needs, in the types of this run: ZeRO (2019), figure 1.
+def textbook_bytes(config: TrainConfig, engine: Engine, layout: Layout, ranks: int) -> dict[str, float]:
+    """Bytes per trainable parameter that the strategy's idea needs, in the types of this run: ZeRO (2019), figure 1.
 
     Adam keeps two float32 numbers; weights that are kept in a smaller type to compute with have float32 masters, which
     the paper counts as optimizer state. What an optimizer of a user's file keeps is not known here.
     """
     strategy, settings = config.strategy, engine.settings or {}
     number = 3 if isinstance(strategy, FSDPConfig) else stage(strategy) or 0
-    master = engine.parameter_dtype.itemsize
-    weight = master if isinstance(strategy, FSDPConfig) else (engine.gather_dtype or engine.parameter_dtype).itemsize
+    master, weight = engine.parameter_dtype.itemsize, engine.weight_dtype.itemsize
     gradient = WIDTHS[settings.get("data_types", {}).get("grad_accum_dtype", "fp32")]
     model, gradients, optimizer = (ranks if number >= least else 1 for least in (3, 2, 1))
-    found = {"model": weight / model, "gradients": gradient / gradients}
+    found = {"model": weight * layout.all_elements / layout.elements / model, "gradients": gradient / gradients}
     if "optimizer" in settings:
         return found
     state = (8 if config.optimizer.name == "adamw" else 0) + (master if weight < master else 0)

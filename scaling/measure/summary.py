@@ -191,9 +191,15 @@ def compose(
         expected_syncs_per_step=facts.volume.syncs,
         expected_comm_bytes_per_step=facts.volume.bytes,
         textbook_comm_bytes_per_step=facts.volume.textbook,
-        comm_notes=facts.volume.notes or None,
+        comm_notes=_notes(facts) or None,
         flags=timing.flags + facts.flags,
     )
+
+
+def _notes(facts: Facts) -> list[str]:
+    unused = 0 if facts.count is None else facts.volume.unused(facts.count)
+    said = [f"{unused} parameters got no gradient: what is sent for these is not computed"] if unused else []
+    return facts.volume.notes + said
 
 
 def _optimizer(config: TrainConfig, engine: Engine) -> str:

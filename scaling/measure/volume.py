@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
 from scaling.config import DDPConfig, FSDPConfig, SingleConfig, TrainConfig
 from scaling.deepspeed_file import reductions_per_step, settings_stage
+from scaling.deepspeed_file.sections import switched_on, zero_section
 from scaling.engine import Engine
 from scaling.engine.zero_config import coalesces
 from scaling.measure.collectives import StepCount, busbw_factor
-from scaling.workload import Workload
+from scaling.measure.layout import Layout
 
 # Settings of a user's DeepSpeed file that change what is sent in ways that are not computed here, and the values with
 # which they do not.
@@ -28,63 +29,16 @@ OTHER_WAYS: dict[str, tuple[Any, ...]] = {
     "stage3_model_persistence_threshold": (),
 }
 ONCE = "coalesce_grad_reduction: reduced once per step"
+MIXED = "not computed: torch_autocast reduces some modules in one type and some in another"
 ALIGNMENT = 2  # DeepSpeed's stages 1 and 2 pad their flat weights to a multiple of this x ranks
-
-
-@dataclass(frozen=True)
-class Weight:
-    """One trainable parameter: its elements, the length of its first dimension, how many modules own it, and its block.
-
-    `block` numbers the block that it lies in; None outside of all.
-    """
-
-    elements: int
-    first: int
-    owners: int
-    block: int | None
-
-    def padded(self, ranks: int) -> int:
-        """As ZeRO-3 cuts it, flat."""
-        return math.ceil(self.elements / ranks) * ranks
-
-    def padded_rows(self, ranks: int) -> int:
-        """As FSDP2 cuts it, along its first dimension."""
-        return math.ceil(self.first / ranks) * ranks * (self.elements // self.first)
-
-
-@dataclass(frozen=True)
-class Layout:
-    """The trainable parameters of a model, taken before a strategy shards them."""
-
-    weights: list[Weight]
-
-    @property
-    def elements(self) -> int:
-        return sum(weight.elements for weight in self.weights)
-
-    @classmethod
-    def of(cls, workload: Workload) -> Layout:
-        owners: dict[int, int] = {}
-        for module in workload.module.modules():
-            for parameter in module.parameters(recurse=False):
-                owners[id(parameter)] = owners.get(id(parameter), 0) + 1
-        blocks = {
-            id(parameter): number for number, block in enumerate(workload.blocks) for parameter in block.parameters()
-        }
-        return cls(
-            [
-                Weight(p.numel(), p.shape[0] if p.dim() else 1, owners[id(p)], blocks.get(id(p)))
-                for p in workload.module.parameters()
-                if p.requires_grad
-            ]
-        )
 
 
 @dataclass(frozen=True)
 class Volume:
     """Per rank and optimizer step; bytes are payload x busbw factor.
 
-    `bytes` is None where it is not computed, and a kind's value is the least where `most` has another one.
+    `bytes` is None where it is not computed, and a kind's value is the least where `most` has another one. It is that
+    of a step in which all trainable `elements` get a gradient.
     """
 
     syncs: int | None
@@ -92,9 +46,12 @@ class Volume:
     most: dict[str, float] = field(default_factory=dict)
     textbook: float | None = None
     notes: list[str] = field(default_factory=list)
+    elements: int | None = None
 
     def holds(self, count: StepCount) -> bool:
         """Whether what was counted is what was expected; single numbers, as norms are, do not count."""
+        if self.unused(count):
+            return True
         if self.syncs != count.syncs and self.syncs is not None:
             return False
         if self.bytes is None:
@@ -107,12 +64,20 @@ class Volume:
                 return False
         return True
 
+    def unused(self, count: StepCount) -> int:
+        """How many trainable elements got no gradient: what strategies do with these is not computed."""
+        return 0 if self.elements is None or not count.gradient_elements else self.elements - count.gradient_elements
+
 
 ROUNDING = 1e-9  # of a sum of products with (n-1)/n
 
 
 def expected_volume(config: TrainConfig, engine: Engine, layout: Layout, ranks: int) -> Volume:
     """What a step of this engine should send."""
+    return replace(_volume(config, engine, layout, ranks), elements=layout.elements)
+
+
+def _volume(config: TrainConfig, engine: Engine, layout: Layout, ranks: int) -> Volume:
     strategy, accumulation = config.strategy, config.batch.sizes[1]
     if ranks == 1:
         return Volume(0 if isinstance(strategy, SingleConfig) else None, {}, textbook=0.0)
@@ -127,12 +92,15 @@ def expected_volume(config: TrainConfig, engine: Engine, layout: Layout, ranks: 
     number = settings_stage(engine.settings)
     if other := [key for key, usual in OTHER_WAYS.items() if key in zero and zero[key] not in usual]:
         return Volume(None, None, notes=[f"not computed for {', '.join(other)}"])
+    if getattr(engine, "mixed_types", False):
+        return Volume(None, None, notes=[MIXED])
     reductions = reductions_per_step(number, accumulation, coalesces(strategy))
     if number == 0:
         return _replicated(layout, ranks, reduced)
     if number < 3:
         textbook = reductions_per_step(number, accumulation)
-        return _zero12(layout, ranks, (reductions, textbook), (gathered, reduced))
+        padded = number == 1 and _accumulates_flat(engine.settings)
+        return _zero12(layout, ranks, (reductions, textbook), (gathered, reduced), padded_reduction=padded)
     times = (accumulation, reductions, config.checkpointing)
     return _zero3(zero, layout, ranks, times, (gathered, reduced))
 
@@ -147,6 +115,7 @@ def _fsdp(strategy: FSDPConfig, layout: Layout, ranks: int, accumulation: int, w
     factor = busbw_factor("all_gather", ranks)
     reductions = reductions_per_step(3, accumulation, strategy.coalesce_grad_reduction)  # FSDP is ZeRO-3 in this
     blocks = sum(w.padded_rows(ranks) for w in layout.weights if w.block is not None)
+    trained = sum(w.padded_rows(ranks) for w in layout.trained)
     rest = sum(w.padded_rows(ranks) for w in layout.weights if w.block is None)
     gathers = blocks * (2 if strategy.reshard else 1) + rest
     notes = []
@@ -156,23 +125,36 @@ def _fsdp(strategy: FSDPConfig, layout: Layout, ranks: int, accumulation: int, w
         notes.append("reshard=false: weights stay gathered from forward to backward")
     if reductions != accumulation:
         notes.append(ONCE)
-    if blocks + rest != layout.elements:
+    if blocks + rest != layout.all_elements:
         notes.append("shards are padded to equal first dimensions")
     sent = {
         "all_gather": accumulation * gathers * gathered * factor,
-        "reduce_scatter": reductions * (blocks + rest) * reduced * factor,
+        "reduce_scatter": reductions * trained * reduced * factor,
     }
     return Volume(reductions, sent, textbook=_textbook3(layout, ranks, accumulation, widths), notes=notes)
 
 
-def _zero12(layout: Layout, ranks: int, times: tuple[int, int], widths: tuple[int, int]) -> Volume:
+def _accumulates_flat(settings: dict[str, Any]) -> bool:
+    """Whether this is DeepSpeed's optimizer for stage 1 with bfloat16 weights, which reduces its padded flat buffer."""
+    accumulated = settings.get("data_types", {}).get("grad_accum_dtype")
+    return (
+        switched_on(settings, "bf16") and accumulated == "fp32" and not zero_section(settings).get("offload_optimizer")
+    )
+
+
+def _zero12(
+    layout: Layout, ranks: int, times: tuple[int, int], widths: tuple[int, int], *, padded_reduction: bool = False
+) -> Volume:
     reductions, by_the_book = times
     gathered, reduced = widths
     factor = busbw_factor("all_gather", ranks)
     multiple = ALIGNMENT * ranks
     padded = math.ceil(layout.elements / multiple) * multiple
     sent = {
-        "all_reduce": reductions * layout.elements * reduced * busbw_factor("all_reduce", ranks),
+        "all_reduce": reductions
+        * (padded if padded_reduction else layout.elements)
+        * reduced
+        * busbw_factor("all_reduce", ranks),
         "all_gather": padded * gathered * factor,
     }
     textbook = layout.elements * (by_the_book * reduced + gathered) * factor
@@ -198,7 +180,8 @@ def _zero3(
     twice = stays + accumulation * sum(w.padded(ranks) * w.owners * 2 for w in cut)
     again = accumulation * sum(w.padded(ranks) * w.owners for w in cut if w.block is not None) if recomputes else 0
     frees_all = zero["stage3_max_live_parameters"] == zero["stage3_max_reuse_distance"] == 0
-    upper = (twice + again) * gathered * factor
+    more = accumulation * sum(w.padded(ranks) * max(0, w.uses - w.owners) * 2 for w in cut)
+    upper = (twice + again + more) * gathered * factor
     notes = []
     if kept:
         notes.append(
@@ -210,13 +193,15 @@ def _zero3(
         )
     if frees_all and any(w.owners > 1 for w in cut):
         notes.append("a tied weight is gathered for each module that owns it")
+    if more:
+        notes.append("a module that is used in several places may gather for each")
     if again:
         notes.append("checkpointing runs forward again in backward, and may gather again for it")
     if reductions != accumulation:
         notes.append(ONCE)
     sent = {
         "all_gather": (twice if frees_all else once) * gathered * factor,
-        "reduce_scatter": reductions * sum(w.padded(ranks) for w in layout.weights) * reduced * factor,
+        "reduce_scatter": reductions * sum(w.padded(ranks) for w in layout.trained) * reduced * factor,
     }
     return Volume(reductions, sent, {"all_gather": upper}, _textbook3(layout, ranks, accumulation, widths), notes)
 
@@ -224,4 +209,5 @@ def _zero3(
 def _textbook3(layout: Layout, ranks: int, accumulation: int, widths: tuple[int, int]) -> float:
     """Weights gathered for forward and for backward, gradients scattered, in every micro-step: ZeRO, section 7.2.2."""
     gathered, reduced = widths
-    return accumulation * layout.elements * (2 * gathered + reduced) * busbw_factor("all_gather", ranks)
+    moved = 2 * layout.all_elements * gathered + layout.elements * reduced
+    return accumulation * moved * busbw_factor("all_gather", ranks)

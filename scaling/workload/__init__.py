@@ -68,17 +68,17 @@ class Workload:
     @property
     def blocks(self) -> list[nn.Module]:
         """The modules of `block_types` that have something to train and lie in no other."""
-        found: list[nn.Module] = []
+        found: dict[int, nn.Module] = {}
 
         def visit(module: nn.Module) -> None:
             for child in module.children():
                 if isinstance(child, self.block_types) and any(p.requires_grad for p in child.parameters()):
-                    found.append(child)
+                    found[id(child)] = child  # which may be used in several places
                 else:
                     visit(child)
 
         visit(self.module)
-        return found
+        return list(found.values())
 
     @property
     def parameters(self) -> int:
