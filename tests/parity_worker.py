@@ -41,8 +41,9 @@ from scaling.engine.fsdp import FSDPEngine
 from scaling.engine.zero import ZeroEngine
 from scaling.measure.agreement import disagreeing, fingerprint
 from scaling.measure.collectives import KINDS, REDUCTIONS, count_step
+from scaling.measure.layout import Layout
 from scaling.measure.memory_terms import memory_terms, textbook_bytes
-from scaling.measure.volume import Layout, expected_volume
+from scaling.measure.volume import expected_volume
 from scaling.ranks import Launch
 from scaling.workload import Batch, build
 from scaling.workload.checkpointing import checkpoint_blocks
@@ -299,7 +300,7 @@ def train(config: TrainConfig, sabotage: str | None, world: World) -> dict[str, 
     terms = memory_terms(engine, lambda: next(source.batches), accumulation, world.device)
     count = count_step(trained, lambda: next(source.batches), accumulation, world.size)
     volume = expected_volume(config, engine, layout, world.size)
-    textbook = textbook_bytes(config, engine, world.size)
+    textbook = textbook_bytes(config, engine, layout, world.size)
     forget_deepspeed(engine)
     return {
         "start": start,
@@ -311,6 +312,7 @@ def train(config: TrainConfig, sabotage: str | None, world: World) -> dict[str, 
         "syncs": count.syncs,
         "bytes": count.bytes,
         "tensor_bytes": count.tensor_bytes,
+        "gradient_elements": count.gradient_elements,
         "volume": volume,
         "textbook": textbook,
         "host_syncs": count.host_syncs,

@@ -217,12 +217,13 @@ def test_what_is_sent_is_what_was_computed(
 ) -> None:
     case = results[world_size][f"{strategy}-{shape}"]
     assert case["volume"].holds(counted(case))
+    assert case["gradient_elements"] == case["parameters"] == case["volume"].elements
     assert case["volume"].bytes.keys() == case["tensor_bytes"].keys()
 
 
 def counted(case: Case) -> Any:
     """The count of a case, as far as an expectation looks at it."""
-    return SimpleNamespace(syncs=case["syncs"], tensor_bytes=case["tensor_bytes"])
+    return SimpleNamespace(**{name: case[name] for name in ("syncs", "tensor_bytes", "gradient_elements")})
 
 
 @pytest.mark.parametrize("world_size", [2, 4])

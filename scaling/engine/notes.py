@@ -21,7 +21,7 @@ def notes(config: TrainConfig, workload: Workload, layout: Layout) -> list[str]:
         return locked + [f"{strategy.config}: {note}" for note in deepspeed_file.notes(config)]
     if isinstance(strategy, FSDPConfig) and not workload.blocks:
         return ["fsdp: the model names no block_types, so that all its parameters are gathered at once"]
-    said = locked + _of_offload(config)
+    said = locked + _of_offload(config) + _of_compile(config)
     if isinstance(strategy, Zero3Config):
         return said + _kept(strategy, layout)
     overlaps = isinstance(strategy, Zero1Config) and strategy.overlap and not strategy.offload_optimizer
@@ -35,6 +35,12 @@ def _of_builds() -> list[str]:
         f"DeepSpeed compiles a part of itself, or was killed while it did: if nobody does, remove {lock}"
         for lock in held_builds()
     ]
+
+
+def _of_compile(config: TrainConfig) -> list[str]:
+    if not config.compile or stage(config.strategy) != 3:
+        return []
+    return ["zero3 with compile: DeepSpeed's hooks break the graph at every module, and parts of it run uncompiled"]
 
 
 def _of_offload(config: TrainConfig) -> list[str]:

@@ -5,17 +5,16 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections.abc import Iterable, Iterator
-from datetime import timedelta
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from scaling.config import DeepSpeedConfig, TrainConfig
 from scaling.deepspeed_file.sections import zero_section
 from scaling.engine import Held, make_optimizer
 from scaling.engine.deepspeed_ready import LONGEST_BUILD_S, import_deepspeed, wait_for_builds
+from scaling.engine.deepspeed_streams import bound_waits, keep_until_reduced, let_gathers_wait
 from scaling.engine.precision import Precision
 from scaling.engine.zero_config import coalesces, offloads, stage, zero_settings
 from scaling.workload import Batch, Workload
@@ -97,12 +96,10 @@ class ZeroEngine:
         return share.detach()
 
     def step(self) -> None:
-        """The update. Gathers of the next step wait for it: they run on a stream of their own."""
+        """The update."""
         self._step()
-        offload = getattr(self._engine.optimizer, "parameter_offload", None)
-        gathers = getattr(offload, "_DeepSpeedZeRoOffload__allgather_stream", None)
-        if gathers is not None:  # without persistent parameters nothing else makes them wait
-            gathers.wait_stream(torch.get_device_module(self._engine.device).current_stream())
+        if self._engine.device.type != "cpu":
+            let_gathers_wait(self._engine)
 
     def _step(self) -> None:
         scaler = self._engine.torch_autocast_z0_gradscaler
@@ -137,32 +134,6 @@ class ZeroEngine:
         if kept is not None:
             return list(tensors_in([kept]))
         return [p for group in self._engine.basic_optimizer.param_groups for p in group["params"]]
-
-
-def bound_waits(engine: Any, timeout_s: float) -> None:
-    """Let DeepSpeed's own groups, copies of the world, end a collective when the world would."""
-    for group in {engine.data_parallel_group, engine.seq_data_parallel_group}:
-        if group is not None:
-            _set_pg_timeout(timedelta(seconds=timeout_s), group)
-
-
-def keep_until_reduced(optimizer: Any) -> None:
-    """Hold the memory of each gradient until the stream that reduces it has read it.
-
-    A gradient larger than a bucket is reduced where it lies, on a stream of its own, and DeepSpeed 0.19 lets go of it
-    at once on the ranks that keep no part of it.
-    """
-    stream, clear = getattr(optimizer, "reduction_stream", None), getattr(optimizer, "clear_grad_attribute", None)
-    if stream is None or clear is None or not optimizer.overlap_comm:
-        return
-
-    def clear_later(parameter: Tensor) -> None:
-        gradient = optimizer.get_gradient_for_reduction(parameter)
-        if gradient is not None:
-            gradient.record_stream(stream)
-        clear(parameter)
-
-    optimizer.clear_grad_attribute = clear_later
 
 
 def _initialize(
