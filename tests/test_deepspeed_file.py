@@ -219,7 +219,11 @@ def test_everything_else_passes_untouched(tmp_path: Path) -> None:
         ),
         ({"zero_optimization": {"stage": 4}}, "zero_optimization.stage=4: must be 0, 1, 2 or 3"),
         ({"zero_optimization": {"stage": "auto"}}, 'zero_optimization.stage="auto": must be 0, 1, 2 or 3'),
-        ({"zero_optimization": None}, "zero_optimization=null: must be a section"),
+        ({"zero_optimization": None}, "zero_optimization=null: DeepSpeed cannot read that; leave it out"),
+        ({"optimizer": {"params": {"lr": 0.1}}}, 'optimizer: names no "type"; .* leave the section out'),
+        ({"optimizer": {}}, 'optimizer: names no "type"'),
+        ({"optimizer": None}, 'optimizer: names no "type"'),
+        ({"optimizer": {"type": None}}, 'optimizer: names no "type"'),
     ],
 )
 def test_training_of_another_kind_is_refused(tmp_path: Path, file: dict[str, Any], words: str) -> None:
@@ -270,6 +274,17 @@ def test_a_file_that_says_everything_needs_no_note(tmp_path: Path) -> None:
         ),
         ({"wall_clock_breakdown": True}, "fp32", "wall_clock_breakdown: DeepSpeed waits for the device in every phase"),
         ({"flops_profiler": {"enabled": True}}, "fp32", "flops_profiler.enabled: DeepSpeed waits"),
+        (
+            {"comms_logger": {"enabled": True}, "memory_breakdown": True},
+            "fp32",
+            "memory_breakdown, comms_logger.enabled: DeepSpeed waits for the device",
+        ),
+        (
+            {"fp16": {"enabled": True}},
+            "fp16",
+            "every loss_scale_window=1000 good steps DeepSpeed doubles the scale before it divides by it",
+        ),
+        ({"fp16": {"enabled": True, "loss_scale": 0, "loss_scale_window": 50}}, "fp16", "every loss_scale_window=50 "),
         ({"steps_per_print": 10}, "fp32", "steps_per_print=10"),
         ({"tensorboard": {"enabled": True}}, "fp32", "tensorboard: DeepSpeed writes"),
         (
@@ -292,6 +307,19 @@ def test_effects_on_training_and_timing_are_told(
     lines = notes(reconcile(config(write(tmp_path, file), precision=PrecisionConfig(precision)), 2))
     assert any(re.search(words, line) for line in lines), lines
     assert not any("\n" in line for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("fp16", "precision"), [({"enabled": True, "loss_scale": 128}, "fp16"), ({"enabled": False}, "fp32")]
+)
+def test_a_scale_that_stays_says_nothing(tmp_path: Path, fp16: dict[str, Any], precision: str) -> None:
+    reconciled = reconcile(config(write(tmp_path, {"fp16": fp16}), precision=PrecisionConfig(precision)), 2)
+    assert not any("scale" in line for line in notes(reconciled))
+
+
+def test_profilers_that_are_off_say_nothing(tmp_path: Path) -> None:
+    file = {"comms_logger": {"enabled": False}, "flops_profiler": {"enabled": False}, "wall_clock_breakdown": False}
+    assert not any("in every phase" in line for line in notes(reconcile(config(write(tmp_path, file)), 2)))
 
 
 def test_a_public_file_with_a_bucket_of_100_elements_is_told() -> None:  # C16

@@ -40,6 +40,8 @@ from scaling.deepspeed_file import read_settings
         ('{"z": [{"s": {"k": 1, "k": "auto"}}]}', r'the key z\[0\]\.s\.k is given twice, 1 and "auto"'),
         ('{"z": {"k": 1}, "z": {"k": 2}}', r"the key z is given twice, \{\.\.\.\} and \{\.\.\.\}"),
         ('{"z": 1, "z": NaN}', "the key z is given twice, 1 and NaN"),
+        ('{"a":' * 100_000 + "1" + "}" * 100_000, "is nested too deeply for a DeepSpeed file"),
+        ('{"a":' + "[" * 100_000 + "]" * 100_000 + "}", "is nested too deeply for a DeepSpeed file"),
     ],
 )
 def test_what_is_no_plain_json_is_refused(tmp_path: Path, content: str, words: str) -> None:

@@ -8,14 +8,18 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+import time
 from collections.abc import Callable, Iterator
 from importlib.machinery import ModuleSpec
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
-from scaling.engine.deepspeed_ready import check_deepspeed, prepare_environment
+from scaling.engine import deepspeed_ready
+from scaling.engine.deepspeed_ready import check_deepspeed, held_builds, prepare_environment, wait_for_builds
 
 CPU = torch.device("cpu")
 
@@ -133,6 +137,80 @@ def test_another_accelerator_than_the_device_is_refused(monkeypatch: pytest.Monk
     monkeypatch.setenv("DS_ACCELERATOR", "cuda")
     with pytest.raises(ValueError, match="DS_ACCELERATOR=cuda is set, but this run is on device=cpu; unset it"):
         prepare_environment(CPU)
+
+
+# Locks of compilations
+
+
+@pytest.fixture
+def lock(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """As torch leaves it while it compiles a part of DeepSpeed."""
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    path = tmp_path / "cpu_adam" / "lock"
+    path.parent.mkdir()
+    path.touch()
+    return path
+
+
+def test_a_lock_that_nobody_takes_away_ends_the_wait_in_one_line(lock: Path) -> None:
+    """Its process was killed; torch itself would wait for ever, and without a word."""
+    before = time.monotonic()
+    with pytest.raises(ValueError, match="was killed; remove it") as error:
+        wait_for_builds(0.01)
+    assert time.monotonic() - before < 5
+    assert str(error.value).startswith(f"{lock} is there for ") and "\n" not in str(error.value)
+
+
+def test_a_compilation_that_ends_is_waited_for(lock: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    naps: list[float] = []
+
+    def sleep(seconds: float) -> None:
+        naps.append(seconds)
+        if len(naps) == 3:
+            lock.unlink()
+
+    monkeypatch.setattr(time, "sleep", sleep)
+    wait_for_builds(60)
+    assert len(naps) == 3
+
+
+def test_without_a_lock_nothing_is_waited_for(lock: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert held_builds() == [lock]
+    lock.unlink()
+    assert held_builds() == []
+    monkeypatch.setattr(time, "sleep", None)
+    wait_for_builds(0)
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(lock.parent / "nowhere"))  # nothing was ever compiled
+    assert held_builds() == []
+
+
+def test_locks_are_looked_for_where_torch_compiles(lock: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TORCH_EXTENSIONS_DIR")
+    monkeypatch.setattr(deepspeed_ready, "get_default_build_root", lambda: str(lock.parent.parent))
+    assert held_builds() == [lock]
+
+
+@pytest.mark.parametrize(
+    ("visible", "kept"),
+    [
+        (None, True),
+        ("", True),
+        ("0", True),
+        ("2, 0", True),
+        ("MIG-1c2d3e4f-0000-0000-0000-000000000000", False),
+        ("GPU-1c2d3e4f-0000-0000-0000-000000000000,1", False),
+    ],
+)
+def test_where_devices_have_names_deepspeed_does_not_read_them_as_numbers(
+    visible: str | None, kept: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    accelerator: Any = SimpleNamespace(pynvml="NVML")
+    monkeypatch.setitem(sys.modules, "deepspeed.accelerator.cuda_accelerator", accelerator)
+    deepspeed_ready._forget_named_devices()
+    assert (accelerator.pynvml == "NVML") is kept
 
 
 @pytest.fixture

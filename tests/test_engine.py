@@ -154,3 +154,13 @@ def test_buckets_close_when_they_are_full() -> None:
     assert sizes == [[10, 10], [10, 100], [1]]
     mixed = [nn.Parameter(torch.zeros(1)), nn.Parameter(torch.zeros(1, dtype=torch.float16))]
     assert len(split_into_buckets(mixed, limit_bytes=1000)) == 2
+
+
+def test_the_types_of_an_engine_are_those_of_the_weights_that_train() -> None:
+    """What is frozen may be of any type, as the embedding of a model that is only tuned."""
+    module = nn.Sequential(nn.Linear(2, 2).to(torch.bfloat16).requires_grad_(False), nn.Linear(2, 1))
+    workload = Workload(module, lambda m, tensors: (m(tensors["x"]).sum(), 1), lambda n, generator: {}, ())
+    engine = SingleEngine(
+        workload, make_optimizer(module, OptimizerConfig(), CPU), Precision("fp32", "cpu", torch.float32)
+    )
+    assert (engine.parameter_dtype, engine.weight_dtype) == (torch.float32, torch.float32)

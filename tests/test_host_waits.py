@@ -28,7 +28,7 @@ def test_every_wait_is_counted_once_and_everything_is_as_before(monkeypatch: pyt
     waited: list[str] = []
     module = SimpleNamespace(Stream=Stream, Event=Event, synchronize=lambda device=None: waited.append("device"))
     monkeypatch.setattr(torch, "get_device_module", lambda device: module)
-    monkeypatch.setattr(torch.accelerator, "synchronize", lambda: module.synchronize())
+    monkeypatch.setattr(torch.accelerator, "synchronize", lambda device=None: module.synchronize(device))
     before = vars(Stream).get("synchronize"), vars(Event)["synchronize"], module.synchronize
     with HostWaits(torch.device("cuda", 0)) as waits:
         assert Stream().synchronize() == "waited"

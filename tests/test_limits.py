@@ -13,10 +13,11 @@ from models import model
 from scaling import measurement
 from scaling.config import BatchConfig, DDPConfig, SingleConfig, TrainConfig
 from scaling.measure.collectives import StepCount
+from scaling.measure.layout import Layout, Weight
 from scaling.measure.matmul import Rate
 from scaling.measure.statistics import summarise
 from scaling.measure.summary import Facts, Limits, compose
-from scaling.measure.volume import Layout, Volume
+from scaling.measure.volume import Volume, expected_volume
 from scaling.results.record import Memory, Step, Summary, Telemetry
 from scaling.workload import build
 
@@ -155,3 +156,38 @@ def test_a_counted_step_that_does_not_fit_loses_no_measurement(monkeypatch: pyte
         assert checked.parameters_agree is (None if size == 1 else True)
     s = composed(Limits(None, None, None), [None, None], count=None)
     assert [s.syncs_per_step, s.comm_bytes_per_step, s.host_syncs_per_step] == [None] * 3
+
+
+def test_parameters_without_gradient_are_noted_beside_what_was_expected() -> None:
+    engine: Any = SimpleNamespace(reduce_dtype=torch.float32, gather_dtype=None, settings=None)
+    layout = Layout([Weight(5, 5, 1, None), Weight(2, 2, 1, None)])
+    config = TrainConfig(strategy=DDPConfig(), batch=BatchConfig(1, 1, 2))
+    facts: dict[str, Any] = {"volume": replace(expected_volume(config, engine, layout, 2), notes=["it is small"])}
+    nothing = Limits(None, None, None)
+    for gradients, said in {5: ["2 parameters got no gradient: what is sent for these is not computed"], 7: []}.items():
+        count = StepCount(2, [[], []], gradient_elements=gradients)
+        assert composed(nothing, [None, None], count=count, **facts).comm_notes == ["it is small", *said]
+    assert composed(nothing, [None, None], count=None, **facts).comm_notes == ["it is small"]
+    assert composed(nothing, [None, None], volume=Volume(1, {})).comm_notes is None
+
+
+@pytest.mark.parametrize(
+    ("settings", "raised"),
+    [
+        (None, []),  # of a strategy that is not DeepSpeed's
+        ({}, []),
+        ({"wall_clock_breakdown": True}, ["sync_each_step"]),
+        ({"memory_breakdown": True}, ["sync_each_step"]),
+        ({"comms_logger": {"enabled": True}}, ["sync_each_step"]),
+        ({"flops_profiler": {"enabled": True}}, ["profiled"]),
+        ({"comms_logger": {"enabled": False}, "flops_profiler": {}, "wall_clock_breakdown": False}, []),
+        ({"comms_logger": {"enabled": True}, "flops_profiler": {"enabled": True}}, ["sync_each_step", "profiled"]),
+    ],
+)
+def test_what_a_users_file_does_to_the_window_raises_a_flag(settings: dict[str, Any] | None, raised: list[str]) -> None:
+    engine = SimpleNamespace(settings=settings)
+    job: Any = SimpleNamespace(engine=engine, oversubscribed=False, loop=SimpleNamespace(shapes=set()))
+    world: Any = SimpleNamespace(gather=lambda mine: [mine], members=[SimpleNamespace(device_name=H100)])
+    window: Any = SimpleNamespace(host_bound=False)
+    checked = measurement.Checked(Volume(0, {}), StepCount(1, [[], []]), None, None, None)
+    assert measurement._flags(job, TrainConfig(), world, window, checked) == raised

@@ -83,7 +83,8 @@ def assert_refused(ended: Ended, *words: str) -> None:
         (
             "strategy=single strategy.bucket_mb=1",
             [
-                "bucket_mb belongs to strategy=ddp, strategy=zero1, strategy=zero2, strategy=zero3; here strategy has name"
+                "bucket_mb belongs to strategy=ddp, strategy=zero1, strategy=zero2, strategy=zero3",
+                "here strategy has name",
             ],
         ),
         ("data.name=text", ["data.name=text: choose with data=OPTION; there are: synthetic, text"]),

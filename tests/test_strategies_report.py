@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import csv
 import json
-from dataclasses import asdict, replace
+from dataclasses import MISSING, asdict, fields, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from records import BUCKETS, COSTS, MIB, a_run, a_summary, deepspeed, save, strategy_fields
 
 from scaling.analysis.believable import contradictions, refusals
 from scaling.analysis.comparable import mismatches, points, remarks
 from scaling.analysis.efficiency import scaling_rows
-from scaling.analysis.strategies import StrategyRow, cost, label, strategy_rows
+from scaling.analysis.strategies import USUAL, StrategyRow, cost, label, strategy_rows
 from scaling.analysis.traffic import differing, surprise
+from scaling.config import OPTIONS, conf_dir
 from scaling.reporting.markdown import markdown
 from scaling.reporting.sheets import runs_sheet, scaling_sheet, strategies_sheet
 from scaling.reporting.tables import prepare
@@ -98,6 +100,32 @@ def test_copies_of_the_weights_are_said_and_may_beat_a_baseline_that_casts(tmp_p
     assert [row.impossible for row in twice] == [True]  # both on copies: 0.16 / 0.08 of one device is impossible
 
 
+@pytest.mark.parametrize(
+    ("settings", "copies"),
+    [
+        ({"bf16": {"enabled": True}}, "bfloat16"),  # without a stage: nothing is gathered, and yet there are copies
+        ({"fp16": {"enabled": True}}, "float16"),
+        ({"bf16": {"enabled": False}}, None),
+        ({"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}, None),  # which casts as ours does
+        ({}, None),
+    ],
+)
+def test_half_weights_of_a_users_file_are_copies_at_stage_0_too(
+    settings: dict[str, Any], copies: str | None, tmp_path: Path
+) -> None:
+    base = strategy(tmp_path / "ddp", "ddp", precision="bf16")
+    run = with_file(tmp_path / "file", "zero0", deepspeed("ds.json", **settings), precision="bf16")
+    said = [remark for remark in remarks(run, base) if remark.startswith("computes on ")]
+    assert [remark.split()[2] for remark in said] == ([] if copies is None else [copies])
+
+
+def test_two_runs_of_one_such_file_both_compute_on_copies(tmp_path: Path) -> None:
+    file = deepspeed("ds.json", bf16={"enabled": True})
+    base = with_file(tmp_path / "one", "zero0", file, precision="bf16", world_size=1)
+    run = with_file(tmp_path / "two", "zero0", file, precision="bf16")
+    assert remarks(run, base) == []
+
+
 def test_an_unexpected_count_is_shown_and_forbids_nothing(tmp_path: Path) -> None:
     run = strategy(tmp_path / "run", "zero2", flags=["unexpected_communication"])
     assert refusals(run) == []
@@ -135,6 +163,51 @@ def test_a_strategy_is_named_with_what_makes_another_one_of_it(tmp_path: Path) -
     names = ["zero2", "zero2 (DeepSpeed's defaults)", "deepspeed (my.json, stage 3)", "deepspeed (b.json, stage 0)"]
     assert [label(run) for run in (plain, own, user, bare)] == names
     assert [row["strategy"] for row in cells([plain, own, user, bare], "Runs")] == names
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "expected"),
+    [
+        ("zero2", ZERO | {"offload_optimizer": True}, "zero2 (offload_optimizer=true)"),
+        ("zero2", ZERO | {"bucket_mb": 100.0, "overlap": False}, "zero2 (bucket_mb=100.0, overlap=false)"),
+        ("zero2", ZERO | {"bucket_mb": 25}, "zero2"),  # as YAML writes it
+        (
+            "zero2",
+            ZERO | {"defaults": "deepspeed", "offload_optimizer": True},
+            "zero2 (DeepSpeed's defaults, offload_optimizer=true)",
+        ),
+        ("zero3", {"name": "zero3", "param_persistence_threshold": 0}, "zero3 (param_persistence_threshold=0)"),
+        ("zero3", {"name": "zero3", "param_persistence_threshold": None, "offload_parameters": False}, "zero3"),
+        ("fsdp", {"name": "fsdp", "reshard": False}, "fsdp (reshard=false)"),
+        ("fsdp", {"name": "fsdp", "reshard": True, "coalesce_grad_reduction": False}, "fsdp"),
+        ("ddp", {"name": "ddp", "overlap": False}, "ddp (overlap=false)"),
+        ("ddp", {"name": "ddp"}, "ddp"),  # a record from before there were options
+        ("ddp", {"name": "ddp", "invented": 3}, "ddp"),  # and one from after
+    ],
+)
+def test_options_that_are_not_the_usual_ones_are_part_of_the_name(
+    name: str, options: dict[str, Any], expected: str, tmp_path: Path
+) -> None:
+    assert label(strategy(tmp_path / "run", name, config={"strategy": options})) == expected
+
+
+@pytest.mark.parametrize("name", [name for name in OPTIONS["strategy"] if name != "deepspeed"])
+def test_what_is_usual_is_what_an_untouched_config_has(name: str) -> None:
+    """So that a strategy without options is named plainly, and one with any is not."""
+    options = {field.name: field.default for field in fields(OPTIONS["strategy"][name]) if field.name != "name"}
+    assert MISSING not in options.values()
+    assert options.pop("defaults", "scaling") == "scaling"
+    assert options == {option: USUAL[option] for option in options}
+    written = yaml.safe_load((conf_dir() / "strategy" / f"{name}.yaml").read_text())
+    written = written.get("strategy", written)
+    assert {option: written[option] for option in options} == options
+
+
+def test_one_strategy_with_two_options_is_two_strategies(tmp_path: Path) -> None:
+    plain = strategy(tmp_path / "plain", "zero2", config={"strategy": ZERO | {"offload_optimizer": False}})
+    other = strategy(tmp_path / "other", "zero2", config={"strategy": ZERO | {"offload_optimizer": True}})
+    rows = cells([plain, other], "Strategies side by side")
+    assert [row["strategy"] for row in rows] == ["zero2", "zero2 (offload_optimizer=true)"]
 
 
 def test_two_files_of_one_name_are_told_apart_by_what_stands_in_them(tmp_path: Path) -> None:

@@ -105,7 +105,7 @@ def slowest(ranks: Sequence[Sequence[Sequence[float]]]) -> Seconds:
 class Nothing:
     """An engine whose step costs nothing: what is left is the suite's own."""
 
-    parameter_dtype = torch.float32
+    parameter_dtype = weight_dtype = torch.float32
     gather_dtype: torch.dtype | None = None
     reduce_dtype: torch.dtype | None = None
     settings: dict[str, Any] | None = None
