@@ -158,11 +158,16 @@ NATIVE = {"bf16": "bfloat16", "fp16": "float16"}  # of a user's DeepSpeed file, 
 
 def computes_on_copies(run: Run, base: Run) -> str | None:
     """Give the type of the weights' copies that a run computes on, where the other run makes none."""
-    assert run.summary is not None and base.summary is not None
-    native = [name for name in ("bf16", "fp16") if run.settings.get(f"strategy.settings.{name}.enabled") is True]
+    mine, other = _copies(run), _copies(base)
+    return mine if other is None else None
+
+
+def _copies(run: Run) -> str | None:
+    """Give the type of weights that are kept to compute with beside those that are updated."""
+    assert run.summary is not None
+    native = [name for name in NATIVE if run.settings.get(f"strategy.settings.{name}.enabled") is True]
     copies = run.summary["gather_dtype"] or (NATIVE[native[0]] if native else None)
-    made = copies not in (None, run.summary["parameter_dtype"]) and base.summary["gather_dtype"] is None
-    return str(copies) if made else None
+    return None if copies == run.summary["parameter_dtype"] else copies
 
 
 def _matmul_rates(run: Run, base: Run) -> tuple[float, float] | None:

@@ -70,9 +70,9 @@ def prepare_environment(device: torch.device) -> None:
 
 
 def held_builds() -> list[Path]:
-    """Locks of what somebody compiles for torch now, or was killed while compiling: all others wait until they go."""
+    """Locks of parts that somebody compiles now, or was killed while compiling: all others wait until they go."""
     root = os.environ.get("TORCH_EXTENSIONS_DIR") or get_default_build_root()
-    return sorted(Path(root).glob("**/lock"))
+    return [lock for op in (HOST_OP, OFFLOAD_OP) for lock in sorted(Path(root).glob(f"**/{op}/lock"))]
 
 
 def wait_for_builds(limit_s: float) -> None:

@@ -53,9 +53,10 @@ def _kept(strategy: Zero3Config, layout: Layout) -> list[str]:
     threshold = strategy.param_persistence_threshold
     threshold = OWN_THRESHOLDS["param_persistence_threshold"] if threshold is None else threshold
     kept = sum(weight.elements for weight in layout.weights if weight.elements <= threshold)
-    if kept < layout.elements / 2:
+    if kept < layout.all_elements / 2:
         return []
+    share = f"{kept / layout.all_elements:.0%} of this model"
     return [
-        f"zero3: parameters of up to {threshold:,} elements, {kept / layout.elements:.0%} of this model, stay gathered "
-        "on every rank; strategy.param_persistence_threshold=0 shares them out"
+        f"zero3: parameters of up to {threshold:,} elements, {share}, stay gathered on every rank; "
+        "strategy.param_persistence_threshold=0 shares them out"
     ]

@@ -25,13 +25,13 @@ class SingleEngine:
         self.module = workload.module
         self.loss = workload.loss
         self.skipped: Tensor | int = 0
-        self.parameter_dtype = self.weight_dtype = next(self.module.parameters()).dtype
         self._forward: nn.Module = workload.module
         self._optimizer = optimizer
         self._precision = precision
         self._scaler = precision.scaler()
         self._clip = clip
         self._parameters = [p for p in self.module.parameters() if p.requires_grad]
+        self.parameter_dtype = self.weight_dtype = self._parameters[0].dtype
 
     def accumulate(self, batch: Batch, *, last: bool) -> Tensor:
         del last  # nothing to reduce

@@ -26,6 +26,11 @@ class Weight:
     trained: bool = True
     uses: int = 0
 
+    @property
+    def places(self) -> int:
+        """In how many places of the model each module that owns it is used."""
+        return max(1, self.uses // self.owners)
+
     def padded(self, ranks: int) -> int:
         """As ZeRO-3 cuts it, flat."""
         return math.ceil(self.elements / ranks) * ranks

@@ -117,7 +117,8 @@ def _fsdp(strategy: FSDPConfig, layout: Layout, ranks: int, accumulation: int, w
     blocks = sum(w.padded_rows(ranks) for w in layout.weights if w.block is not None)
     trained = sum(w.padded_rows(ranks) for w in layout.trained)
     rest = sum(w.padded_rows(ranks) for w in layout.weights if w.block is None)
-    gathers = blocks * (2 if strategy.reshard else 1) + rest
+    again = sum(w.padded_rows(ranks) * (2 * w.places - 1) for w in layout.weights if w.block is not None)
+    gathers = blocks + rest + (again if strategy.reshard else 0)
     notes = []
     if strategy.reshard and rest:
         notes.append("what lies outside the blocks stays gathered from forward to backward")
@@ -177,11 +178,12 @@ def _zero3(
     cut = [w for w in layout.weights if w.elements > threshold]
     stays = sum(w.padded(ranks) for w in kept)
     once = stays + accumulation * sum(w.padded(ranks) for w in cut)
-    twice = stays + accumulation * sum(w.padded(ranks) * w.owners * 2 for w in cut)
+    twice = stays + accumulation * sum(w.padded(ranks) * w.owners * (2 if w.trained else 1) for w in cut)
     again = accumulation * sum(w.padded(ranks) * w.owners for w in cut if w.block is not None) if recomputes else 0
     frees_all = zero["stage3_max_live_parameters"] == zero["stage3_max_reuse_distance"] == 0
-    more = accumulation * sum(w.padded(ranks) * max(0, w.uses - w.owners) * 2 for w in cut)
-    upper = (twice + again + more) * gathered * factor
+    shared = accumulation * sum(w.padded(ranks) * max(0, w.uses - w.owners) * 2 for w in cut)
+    frozen = accumulation * sum(w.padded(ranks) * w.owners for w in cut if not w.trained)
+    upper = (twice + again + shared + frozen) * gathered * factor
     notes = []
     if kept:
         notes.append(
@@ -193,7 +195,9 @@ def _zero3(
         )
     if frees_all and any(w.owners > 1 for w in cut):
         notes.append("a tied weight is gathered for each module that owns it")
-    if more:
+    if frozen:
+        notes.append("frozen weights are gathered for backward only where a gradient goes through them")
+    if shared:
         notes.append("a module that is used in several places may gather for each")
     if again:
         notes.append("checkpointing runs forward again in backward, and may gather again for it")

@@ -52,9 +52,10 @@ def prepare(runs: Sequence[Run], *, wide: bool) -> Report:
     names = Names({run.path: f"#{number}" for number, run in enumerate(shown, start=1)}, wide)
     rows, loading, strategies = scaling_rows(shown), loader_rows(shown), strategy_rows(shown)
     tables = [*_run_tables(shown, names), *strategy_tables(strategies, names)]
-    for kind in ("weak", "strong", None):
-        tables += _scaling_table(kind, [row for row in rows if row.kind == kind], names)
-    tables += [*_loader_table(loading, names), *traffic_table(shown, names), *memory_table(shown, names)]
+    scaling: list[Kind | None] = ["weak", "strong", None]
+    weak, strong, neither = (_scaling_table(k, [row for row in rows if row.kind == k], names) for k in scaling)
+    tables += [*weak, *strong, *_loader_table(loading, names), *traffic_table(shown, names)]
+    tables += [*memory_table(shown, names), *neither]
     ratios = [row.efficiency for row in rows] + [row.share for row in loading] + [row.throughput for row in strategies]
     once = any(ratio is not None and ratio.basis == "ci95" for ratio in ratios)
     notes = [STRATEGY_NOTE] * bool(strategies) + _notes(shown, names.labels, once=once)
