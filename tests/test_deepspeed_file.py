@@ -102,8 +102,11 @@ def test_clipping(tmp_path: Path, file: dict[str, Any], clip: float | None, expe
     if isinstance(expected, str):
         assert expected in refusal(write(tmp_path, file), optimizer=OptimizerConfig(clip=clip))
         return
-    settings = settings_of(reconcile(config(write(tmp_path, file), optimizer=OptimizerConfig(clip=clip)), 2))
+    reconciled = reconcile(config(write(tmp_path, file), optimizer=OptimizerConfig(clip=clip)), 2)
+    settings = settings_of(reconciled)
     assert {key: value for key, value in settings.items() if key == "gradient_clipping"} == expected
+    # What DeepSpeed will do is what the record's config says, its own default included.
+    assert reconciled.optimizer.clip == (expected.get("gradient_clipping", 1.0) or None)
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from models import model
 
 from scaling import measurement
 from scaling.config import BatchConfig, DDPConfig, SingleConfig, TrainConfig
-from scaling.measure.collectives import StepCount
+from scaling.measure.collectives import Collective, StepCount
 from scaling.measure.layout import Layout, Weight
 from scaling.measure.matmul import Rate
 from scaling.measure.statistics import summarise
@@ -190,4 +190,19 @@ def test_what_a_users_file_does_to_the_window_raises_a_flag(settings: dict[str, 
     world: Any = SimpleNamespace(gather=lambda mine: [mine], members=[SimpleNamespace(device_name=H100)])
     window: Any = SimpleNamespace(host_bound=False)
     checked = measurement.Checked(Volume(0, {}), StepCount(1, [[], []]), None, None, None)
+    assert measurement._flags(job, TrainConfig(), world, window, checked) == raised
+
+
+@pytest.mark.parametrize(
+    ("elements", "raised"), [(100, []), (101, ["unexpected_communication"]), (0, ["unexpected_communication"])]
+)
+def test_what_is_not_sent_as_computed_raises_a_flag(elements: int, raised: list[str]) -> None:
+    job: Any = SimpleNamespace(
+        engine=SimpleNamespace(settings=None), oversubscribed=False, loop=SimpleNamespace(shapes=set())
+    )
+    world: Any = SimpleNamespace(gather=lambda mine: [mine], members=[SimpleNamespace(device_name=H100)])
+    window: Any = SimpleNamespace(host_bound=False)
+    sent = [Collective("all_reduce", 4 * elements, elements)] if elements else []
+    volume = Volume(1, {"all_reduce": 400.0})  # 100 x 4 bytes, once, between 2 ranks
+    checked = measurement.Checked(volume, StepCount(2, [sent, []]), None, True, True)
     assert measurement._flags(job, TrainConfig(), world, window, checked) == raised
