@@ -8,7 +8,7 @@ usage: launch/strategies.sh NPROC [override...]
 
 Measures one model with ddp, fsdp, zero1, zero2 and zero3 on NPROC devices of this node, with accumulation 4, and
 prints what each costs: throughput beside ddp's, bytes and reductions per step, memory by purpose. The records are kept
-in runs/strategies-<time>. Overrides go to every run:
+in runs/strategies-<time>. Overrides go to every run, but strategy, output_dir and run_dir are chosen here:
 
   launch/strategies.sh 8 model=gpt2_medium precision=bf16
   launch/strategies.sh 2 model=gpt_tiny measure.max_seconds=20
@@ -27,6 +27,12 @@ esac
 [[ $1 =~ ^[1-9][0-9]*$ ]] || die "NPROC=$1: not a number of processes; launch/strategies.sh NPROC [override...]"
 nproc=$1
 shift
+
+for word in "$@"; do
+    case $word in
+        strategy=* | output_dir=* | run_dir=*) die "$word: this script chooses it; leave it out" ;;
+    esac
+done
 
 root=$(dirname -- "$(dirname -- "$(readlink -f -- "${BASH_SOURCE[0]}")")")
 if [[ -x $root/.venv/bin/python3 ]]; then

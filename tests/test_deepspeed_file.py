@@ -13,6 +13,7 @@ from deepspeed_files import FIXTURES, config, refusal, settings_of, write
 
 from scaling.config import DeepSpeedConfig, OptimizerConfig, PrecisionConfig
 from scaling.deepspeed_file import notes, reconcile, reductions_per_step, settings_stage
+from scaling.deepspeed_file.spelling import KNOWN
 
 
 @pytest.mark.parametrize(
@@ -360,3 +361,55 @@ def test_reading_a_file_stays_light() -> None:
     code = f"import sys; import scaling.deepspeed_file; print({heavy})"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize(
+    ("key", "words"),
+    [
+        ("zero_optimisation", "zero_optimisation: DeepSpeed has no such key, and would ignore it; did you mean zero"),
+            "zero_optimisation",
+            "zero_optimisation: DeepSpeed has no such key, and would ignore it; did you mean zero_opt",
+        ),
+        ("gradient_acumulation_steps", "did you mean gradient_accumulation_steps?"),
+        ("gradient_clip", "did you mean gradient_clipping?"),
+        ("Optimizer", "did you mean optimizer?"),
+    ],
+)
+def test_a_key_that_deepspeed_would_ignore_is_refused_where_it_looks_like_one(
+    tmp_path: Path, key: str, words: str
+) -> None:
+    assert words in refusal(write(tmp_path, {key: 1}))
+
+
+def test_a_key_that_looks_like_none_is_passed_on_and_named(tmp_path: Path) -> None:
+    reconciled = reconcile(config(write(tmp_path, {"my_comment": "ours"})), 2)
+    assert settings_of(reconciled)["my_comment"] == "ours"
+    assert any("my_comment: DeepSpeed 0.19 has no such key" in note for note in notes(reconciled))
+
+
+def test_every_key_that_the_fixtures_use_is_known(tmp_path: Path) -> None:
+    known = ("optimizer", "scheduler", "timers", "comms_logger", "flops_profiler", "wandb", "torch_autocast", "aio")
+    assert set(known) <= set(KNOWN)
+
+
+@pytest.mark.parametrize(
+    ("given", "params", "expected"),
+    [
+        (OptimizerConfig(), {"lr": 3e-4}, ("adam", 3e-4)),
+        (OptimizerConfig(), {"lr": "auto"}, ("adam", 1e-4)),
+        (OptimizerConfig(lr=1e-2), {"lr": "auto"}, ("adam", 1e-2)),
+        (OptimizerConfig(lr=3e-4), {"lr": 3e-4}, ("adam", 3e-4)),
+        (OptimizerConfig(), {}, ("adam", 1e-4)),
+        (OptimizerConfig("sgd"), {"lr": 3e-4}, 'optimizer.type="Adam" in the file, but optimizer.name=sgd'),
+        (OptimizerConfig(lr=1e-2), {"lr": 3e-4}, "optimizer.params.lr=0.0003 in the file, but optimizer.lr=0.01"),
+    ],
+)
+def test_the_optimizer_of_the_file_is_the_one_that_the_record_names(
+    tmp_path: Path, given: OptimizerConfig, params: dict[str, Any], expected: tuple[str, float] | str
+) -> None:
+    file = write(tmp_path, {"optimizer": {"type": "Adam", "params": params}})
+    if isinstance(expected, str):
+        assert expected in refusal(file, optimizer=given)
+        return
+    found = reconcile(config(file, optimizer=given), 2).optimizer
+    assert (found.name, found.lr) == expected

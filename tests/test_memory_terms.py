@@ -307,6 +307,6 @@ def test_half_weights_of_a_users_file_without_zero_have_masters_too() -> None:
 
 def test_nothing_is_said_of_the_optimizer_of_a_users_file() -> None:
     strategy = DeepSpeedConfig(settings={"zero_optimization": {"stage": 2}})
-    found = textbook(strategy, 2, settings={"optimizer": {"type": "Lamb"}})
+    found = textbook(strategy, 2, optimizer="lamb", settings={"optimizer": {"type": "Lamb"}})
     assert found == {"model": 4, "gradients": 2}
     assert textbook(strategy, 2, settings={})["optimizer"] == 4

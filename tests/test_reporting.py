@@ -141,8 +141,10 @@ def test_what_was_sent_is_told_by_kind_and_by_what_was_expected() -> None:
 
 
 def test_parameters_that_are_sharded_are_not_checked() -> None:
-    assert "parameters agree: not checked (sharded)" in printed(parameters_agree=None, gather_dtype="bfloat16")
-    assert "not checked (sharded)" not in printed(parameters_agree=None)
+    assert "parameters agree: not checked (weights are gathered)" in printed(
+        parameters_agree=None, gather_dtype="bfloat16"
+    )
+    assert "not checked (weights are gathered)" not in printed(parameters_agree=None)
 
 
 def test_the_table_shows_the_numbers_with_their_units_and_scope() -> None:

@@ -11,10 +11,12 @@ from scaling.deepspeed_file import notes as _notes
 from scaling.deepspeed_file.autos import fill_autos
 from scaling.deepspeed_file.batch import fill_batch, resolve
 from scaling.deepspeed_file.notes import DEFAULT_CLIP
+from scaling.deepspeed_file.optimizer import optimizer_of, refuse_two_optimizers
 from scaling.deepspeed_file.precision import fill_communication_type, fill_precision
 from scaling.deepspeed_file.reading import read_settings
 from scaling.deepspeed_file.refusals import refuse_other_training
 from scaling.deepspeed_file.sections import reductions_per_step, settings_stage, shown
+from scaling.deepspeed_file.spelling import refuse_misspelt
 
 __all__ = ["notes", "read_settings", "reconcile", "reductions_per_step", "resolve", "settings_stage"]
 
@@ -32,7 +34,9 @@ def reconcile(config: TrainConfig, world_size: int) -> TrainConfig:
         )
     settings = read_settings(strategy.config)
     try:
+        refuse_misspelt(settings)
         refuse_other_training(settings, world_size)
+        refuse_two_optimizers(settings, config.optimizer)
         micro, steps = fill_batch(settings, config.batch, config.model.micro_batch_size, world_size)
         fill_precision(settings, config.precision.name)
         fill_communication_type(settings, config.precision.reduce)
@@ -41,8 +45,10 @@ def reconcile(config: TrainConfig, world_size: int) -> TrainConfig:
     except ValueError as error:
         raise ValueError(f"strategy.config={strategy.config}: {error}") from None
     batch = BatchConfig(micro_batch_size=micro, accumulation_steps=steps)
-    # What will hold, so that the record does not speak of a training without clipping where DeepSpeed clips.
-    optimizer = replace(config.optimizer, clip=settings.get("gradient_clipping", DEFAULT_CLIP) or None)
+    # What will hold, so that the record does not speak of another optimizer, nor of no clipping where DeepSpeed clips.
+    optimizer = replace(
+        optimizer_of(settings, config.optimizer), clip=settings.get("gradient_clipping", DEFAULT_CLIP) or None
+    )
     return replace(config, strategy=replace(strategy, settings=settings), batch=batch, optimizer=optimizer)
 
 

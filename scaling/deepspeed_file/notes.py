@@ -7,6 +7,7 @@ from typing import Any
 from scaling.deepspeed_file.autos import autos, is_optional
 from scaling.deepspeed_file.precision import trained_in
 from scaling.deepspeed_file.sections import section, settings_stage, shown, switched_on, walk, zero_section
+from scaling.deepspeed_file.spelling import unknown
 
 DEFAULT_CLIP = 1.0  # GRADIENT_CLIPPING_DEFAULT of DeepSpeed 0.19
 SMALL_BUCKET = 100_000  # elements; a fiftieth of a percent of DeepSpeed's 5e8
@@ -22,6 +23,7 @@ def describe(written: dict[str, Any], settings: dict[str, Any], reduce: str) -> 
         *_optimizer(settings),
         *_waits(settings),
         *_growing_scale(settings),
+        *_unknown(settings),
         *_removed(written, settings),
     ]
 
@@ -107,6 +109,11 @@ def _growing_scale(settings: dict[str, Any]) -> list[str]:
         f"fp16: every loss_scale_window={window} good steps DeepSpeed doubles the scale before it divides by it: "
         "that step moves half as far"
     ]
+
+
+def _unknown(settings: dict[str, Any]) -> list[str]:
+    keys = unknown(settings)
+    return [f"{', '.join(keys)}: DeepSpeed 0.19 has no such key, and ignores it"] if keys else []
 
 
 def _removed(written: dict[str, Any], settings: dict[str, Any]) -> list[str]:

@@ -25,7 +25,8 @@ NESTED = 4  # how deep DeepSpeed's optimizers keep tensors in lists and dicts
 class ZeroEngine:
     """A DeepSpeed engine. The accumulation boundary is set from `last`, so that no loop can put it elsewhere.
 
-    `settings` is the DeepSpeed config as it holds, and could be given to `strategy.config`.
+    `settings` is the DeepSpeed config as it holds, and could be given to `strategy.config`; optimizer and autocast are
+    ours.
     """
 
     def __init__(
@@ -159,8 +160,14 @@ def _initialize(
             dist_init_required=False,
         )[0]
     except mistakes as error:
-        said = " ".join(str(error).split()) or type(error).__name__
-        raise ValueError(f"DeepSpeed does not take these settings: {said}") from error
+        raise ValueError(f"DeepSpeed does not take these settings: {_one_line(error)}") from error
+
+
+def _one_line(error: Exception) -> str:
+    """What DeepSpeed says, and of a section that was checked by pydantic which key it speaks of."""
+    if callable(each := getattr(error, "errors", None)):
+        return "; ".join(f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in each())
+    return " ".join(str(error).split()) or type(error).__name__
 
 
 def weight_classes(module: nn.Module) -> list[str]:

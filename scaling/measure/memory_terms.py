@@ -20,6 +20,7 @@ from scaling.measure.layout import Layout
 from scaling.results.record import MemoryTerms
 from scaling.workload import Batch, Tensors
 
+STATE = {"adamw": 8, "adam": 8, "sgd": 0}  # bytes per parameter; what other optimizers of a file keep is not known
 WIDTHS = {"fp32": 4, "bf16": 2, "fp16": 2}
 
 
@@ -68,9 +69,9 @@ def textbook_bytes(config: TrainConfig, engine: Engine, layout: Layout, ranks: i
     gradient = WIDTHS[settings.get("data_types", {}).get("grad_accum_dtype", "fp32")]
     model, gradients, optimizer = (ranks if number >= least else 1 for least in (3, 2, 1))
     found = {"model": weight * layout.all_elements / layout.elements / model, "gradients": gradient / gradients}
-    if "optimizer" in settings:
+    if config.optimizer.name not in STATE:
         return found
-    state = (8 if config.optimizer.name == "adamw" else 0) + (master if weight < master else 0)
+    state = STATE[config.optimizer.name] + (master if weight < master else 0)
     return found | {"optimizer": state / optimizer}
 
 

@@ -141,7 +141,7 @@ def compose(
         parameter_dtype=dtype_name(engine.parameter_dtype) or "",
         gather_dtype=dtype_name(engine.gather_dtype),
         reduce_dtype=dtype_name(engine.reduce_dtype),
-        optimizer=_optimizer(config, engine),
+        optimizer=config.optimizer.name,
         compile=config.compile,
         checkpointing=config.checkpointing,
         data=facts.data,
@@ -200,12 +200,6 @@ def _notes(facts: Facts) -> list[str]:
     unused = 0 if facts.count is None else facts.volume.unused(facts.count)
     said = [f"{unused} parameters got no gradient: what is sent for these is not computed"] if unused else []
     return facts.volume.notes + said
-
-
-def _optimizer(config: TrainConfig, engine: Engine) -> str:
-    """By name; a user's DeepSpeed file may bring another one."""
-    own = (engine.settings or {}).get("optimizer") or {}
-    return str(own.get("type", config.optimizer.name)).lower()
 
 
 def _over(value: float | None, by: float | None) -> float | None:

@@ -146,7 +146,7 @@ def _communication(s: dict[str, Any]) -> list[tuple[str, str]]:
             computed += [f"{kind} {megabytes(expected.get(kind, 0.0))} MB" for kind in named]
             rows.append(("expected", f"{', '.join(computed)} ({said})" if computed else said))
     # Of what is sharded every rank holds a part, and gathering makes copies agree whatever happened.
-    sharded = " (sharded)" if s["parameters_agree"] is None and s["gather_dtype"] is not None else ""
+    sharded = " (weights are gathered)" if s["parameters_agree"] is None and s["gather_dtype"] is not None else ""
     agree = f"{_yes(s['parameters_agree'])}{sharded}"
     return [*rows, ("checked", f"gradients reduced: {_yes(s['gradients_reduced'])}, parameters agree: {agree}")]
 
