@@ -121,9 +121,7 @@ def test_memory_is_told_apart_with_the_textbook_beside_it() -> None:
     # 2^20 parameters: 1 / 256 GiB are 4 bytes of each, 1 / 128 GiB are 8.
     held = {"model": 1 / 256, "gradients": None, "optimizer": 1 / 128, "activations": 0.5, "gathered": None}
     text = printed(memory_terms_gib=held, textbook_bytes_per_parameter={"model": 4.0, "gradients": 4.0})
-    said = (
-        "model 0.003906 GiB (4.00 / 4 B/parameter), optimizer 0.007812 GiB (8.00 B/parameter), activations 0.5000 GiB"
-    )
+    said = "model 4 MiB (4.00 / 4 B/parameter), optimizer 8 MiB (8.00 B/parameter), activations 512 MiB"
     assert f"{said} (measured / textbook)" in " ".join(text.split()), text
     assert "memory held" not in printed()
 

@@ -124,12 +124,16 @@ def _held(s: dict[str, Any]) -> list[tuple[str, str]]:
     each = bytes_per_parameter(s)
     said = []
     for name in (*TERMS, *REST):
-        if terms.get(name) is None:
+        if terms.get(name) is None or (name in REST and not terms[name]):
             continue
         share = "" if each.get(name) is None else f" ({beside(each[name], textbook.get(name))} B/parameter)"
-        said.append(f"{name} {number(terms[name])} GiB{share}")
+        said.append(f"{name} {_size(terms[name])}{share}")
     of = " (measured / textbook)" if textbook and said else ""
     return [("memory held", f"{', '.join(said)}{of}")] if said else []
+
+
+def _size(gib: float) -> str:
+    return f"{gib:.2f} GiB" if gib >= 1 else f"{1024 * gib:.4g} MiB"
 
 
 def _communication(s: dict[str, Any]) -> list[tuple[str, str]]:
