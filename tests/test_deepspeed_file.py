@@ -410,3 +410,19 @@ def test_the_optimizer_of_the_file_is_the_one_that_the_record_names(
         return
     found = reconcile(config(file, optimizer=given), 2).optimizer
     assert (found.name, found.lr) == expected
+
+
+@pytest.mark.parametrize(
+    ("stage", "kind", "refused"), [(0, "fp32", True), (0, "bf16", False), (0, None, False), (1, "fp32", False)]
+)
+def test_accumulation_in_fp32_beside_half_weights_needs_zero(
+    tmp_path: Path, stage: int, kind: str | None, refused: bool
+) -> None:
+    types = {} if kind is None else {"data_types": {"grad_accum_dtype": kind}}
+    file = write(tmp_path, {"bf16": {"enabled": True}, "zero_optimization": {"stage": stage}, **types})
+    half = PrecisionConfig("bf16")
+    if refused:
+        words = 'data_types.grad_accum_dtype="fp32" with bf16 and no ZeRO: DeepSpeed has that from stage 1 on'
+        assert words in refusal(file, precision=half)
+    else:
+        assert reconcile(config(file, precision=half), 2)

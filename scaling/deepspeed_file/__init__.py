@@ -12,7 +12,7 @@ from scaling.deepspeed_file.autos import fill_autos
 from scaling.deepspeed_file.batch import fill_batch, resolve
 from scaling.deepspeed_file.notes import DEFAULT_CLIP
 from scaling.deepspeed_file.optimizer import optimizer_of, refuse_two_optimizers
-from scaling.deepspeed_file.precision import fill_communication_type, fill_precision
+from scaling.deepspeed_file.precision import fill_communication_type, fill_precision, refuse_accumulation
 from scaling.deepspeed_file.reading import read_settings
 from scaling.deepspeed_file.refusals import refuse_other_training
 from scaling.deepspeed_file.sections import reductions_per_step, settings_stage, shown
@@ -39,6 +39,7 @@ def reconcile(config: TrainConfig, world_size: int) -> TrainConfig:
         refuse_two_optimizers(settings, config.optimizer)
         micro, steps = fill_batch(settings, config.batch, config.model.micro_batch_size, world_size)
         fill_precision(settings, config.precision.name)
+        refuse_accumulation(settings)
         fill_communication_type(settings, config.precision.reduce)
         _fill_clipping(settings, config.optimizer.clip)
         fill_autos(settings, config.optimizer.lr)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from scaling.deepspeed_file.sections import AUTO, section, shown, switched_on
+from scaling.deepspeed_file.sections import AUTO, section, settings_stage, shown, switched_on
 
 # What DeepSpeed's DtypeEnum accepts for each of our names.
 TYPE_NAMES = {
@@ -33,6 +33,20 @@ def fill_precision(settings: dict[str, Any], name: str) -> None:
     wanted = name if name in HALF else "fp32"
     if found != wanted:
         raise ValueError(_disagreement(found, name, next(iter(claims), None)))
+
+
+def refuse_accumulation(settings: dict[str, Any]) -> None:
+    """Raise ValueError for accumulation in another type than that of half-precision weights, without ZeRO."""
+    kind = section(settings, "data_types").get("grad_accum_dtype")
+    half = next((name for name in (*HALF, OLD_BF16) if switched_on(settings, name)), None)
+    if kind is None or half is None or settings_stage(settings) > 0:
+        return
+    own = "bf16" if half == OLD_BF16 else half
+    if kind not in TYPE_NAMES[own]:
+        raise ValueError(
+            f"data_types.grad_accum_dtype={shown(kind)} with {half} and no ZeRO: DeepSpeed has that from stage 1 on; "
+            "leave it out, or set zero_optimization.stage"
+        )
 
 
 def trained_in(settings: dict[str, Any]) -> str:

@@ -147,7 +147,7 @@ def _initialize(
 
     mistakes: tuple[type[Exception], ...] = (ValueError, DeepSpeedConfigError)
     if own_file:  # DeepSpeed says what is wrong with one in many ways
-        mistakes += (AssertionError, TypeError, AttributeError, KeyError, NotImplementedError, ZeRORuntimeException)
+        mistakes += (AssertionError, TypeError, AttributeError, KeyError, ZeRORuntimeException)
 
     # Said by torch, of DeepSpeed's calls, at the first of each kind: nothing that a user could do.
     warnings.filterwarnings("ignore", message=r".*torch\.distributed\..*is deprecated", category=FutureWarning)
