@@ -195,12 +195,16 @@ def _compiles_by_shape(config: TrainConfig) -> bool:
 
 
 def _check(job: Job, config: TrainConfig, world: World) -> Checked:
-    """Look into two more steps, and compare the weights of the ranks; collective. The count is the busiest rank's."""
+    """Look into two more steps, and compare the weights of the ranks; collective.
+
+    The count is the busiest rank's, of those that sent other than expected where some did.
+    """
     accumulation, next_batch = config.batch.sizes[1], lambda: next(job.source.batches)
     volume = expected_volume(config, job.engine, job.layout, world.size)
     terms = _together(world, lambda: memory_terms(job.engine, next_batch, accumulation, world.device))
     counts = _together(world, lambda: count_step(job.engine, next_batch, accumulation, world.size))
-    count = max(counts, key=lambda each: (each.syncs, sum(each.bytes.values()), each.host_syncs), default=None)
+    odd = [each for each in counts if not volume.holds(each)]  # on whichever rank: it is the one to be seen
+    count = max(odd or counts, key=lambda each: (each.syncs, sum(each.bytes.values()), each.host_syncs), default=None)
     held = largest_terms(terms) if terms else None
     if world.size == 1:
         return Checked(volume, count, held, None, None)

@@ -195,7 +195,6 @@ def test_a_file_without_a_batch_is_refused_as_deepspeed_would() -> None:
 
 
 def test_deepspeed_resolves_the_same() -> None:
-    pytest.importorskip("deepspeed")
     asked = [(str(FIXTURES / row["file"]), int(row["world_size"])) for row in NUMBERED]
     done = subprocess.run(
         [sys.executable, "-c", THEIRS],

@@ -12,6 +12,7 @@ from models import model
 
 from scaling import measurement
 from scaling.config import BatchConfig, DDPConfig, SingleConfig, TrainConfig
+from scaling.measure import agreement
 from scaling.measure.collectives import Collective, StepCount
 from scaling.measure.layout import Layout, Weight
 from scaling.measure.matmul import Rate
@@ -206,3 +207,24 @@ def test_what_is_not_sent_as_computed_raises_a_flag(elements: int, raised: list[
     volume = Volume(1, {"all_reduce": 400.0})  # 100 x 4 bytes, once, between 2 ranks
     checked = measurement.Checked(volume, StepCount(2, [sent, []]), None, True, True)
     assert measurement._flags(job, TrainConfig(), world, window, checked) == raised
+
+
+def test_a_rank_that_sends_less_than_the_others_is_the_one_that_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    def sending(elements: int) -> StepCount:
+        return StepCount(2, [[Collective("all_reduce", 4 * elements, elements)], []], gradient_elements=100)
+
+    monkeypatch.setattr(measurement, "count_step", lambda *_: sending(100))
+    monkeypatch.setattr(measurement, "memory_terms", lambda *_: None)
+    monkeypatch.setattr(measurement, "expected_volume", lambda *_: Volume(1, {"all_reduce": 400.0}))
+    monkeypatch.setattr(agreement, "disagreeing", lambda _: [])
+    engine = SimpleNamespace(reduce_dtype=None, gather_dtype=None, module=torch.nn.Linear(1, 1))
+    job: Any = SimpleNamespace(engine=engine, layout=Layout([]), source=SimpleNamespace(batches=iter(())))
+    for other in (100, 60):
+
+        def gather(mine: Any, other: int = other) -> list[Any]:
+            return [mine, sending(other) if isinstance(mine, StepCount) else mine]
+
+        world: Any = SimpleNamespace(size=2, device=None, gather=gather)
+        checked = measurement._check(job, TrainConfig(strategy=DDPConfig(), batch=BatchConfig(1, 1, 1)), world)
+        assert checked.count is not None and checked.count.bytes == {"all_reduce": 4.0 * other}
+        assert checked.volume.holds(checked.count) is (other == 100)
